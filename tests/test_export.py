@@ -161,17 +161,6 @@ def test_gguf_has_gpt2s_tokenizer(gpt2, gpt2_model, tmp_path):
     assert [part("merges", i) for i in (0, 1, 49999)] == ["Ġ t", "Ġ a", "Ġg azed"]
 
 
-def test_a_subclass_is_not_exported(tmp_path):
-    """To GGUF; tests/test_weights_errors.py has the other formats."""
-
-    class Changed(gptjax.GPT2):
-        pass
-
-    with pytest.raises(WeightsError, match="expected a GPT2 or Llama3, found a Changed"):
-        export(Changed(BYTES, rngs=nnx.Rngs(0)), tmp_path / "m.gguf", "gguf", tokenizer=None)
-    assert not list(tmp_path.iterdir())
-
-
 def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys, monkeypatch):
     def refused(path, to, out, **options):
         before = sorted(tmp_path.rglob("*"))

@@ -13,6 +13,7 @@ from flax import nnx
 from hf_tools import edit_config, edit_tensors
 
 import gptjax
+from gptjax.export import export
 from gptjax.weights import WeightsError
 
 SIZES = {"vocab_size": 11, "block_size": 5, "n_layer": 2, "n_head": 2, "n_embd": 4}
@@ -117,7 +118,7 @@ GPT2 = [
     # config.json: sizes of a wrong type, other values, text that is no object
     *((config(**{name: 10**30}), "model") for name in NAMES),
     (config(n_embd="\x1b[31m"), "model"),
-    (config(n_layer=10**18), r"the 12\d+4 tensors of a GPT2 of 1\d+ layers.*, found 28"),
+    (config(n_layer=10**18), r"expected 1\d+ layers, as in config.json, found 28 tensors"),
     (config(n_head=3), r"config\.json: .*n_embd=4 is not a multiple of n_head=3"),
     *(
         (config(**{name: x}), rf"json: expected {name} to be .* found {re.escape(repr(x))}")
@@ -127,29 +128,22 @@ GPT2 = [
     (raw("config.json", b"{"), r"config\.json: Expecting property name"),
     (raw("config.json", b"[" * 10**5), "maximum recursion depth"),
     (raw("config.json", b"\xff\xfe"), "utf-8"),
-    (raw("config.json", b'{"n_layer": ' + b"9" * 5000 + b"}"), "integer string"),
     (raw("config.json", b"[]"), "expected a JSON object, found list"),
-    (raw("config.json", b" " * (16 << 20) + b"{}"), "expected at most 16777216 bytes"),
     (raw("config.json", b"{}"), "missing .*vocab_size"),
     (gone("config.json"), r"config\.json: No such file"),
     # safetensors: names, shapes and dtypes, headers, what is no file
-    (tensor("transformer.ln_f.bias", lambda x: None), r"missing ln_f.bias, unexpected none"),
-    (tensor("ex\x1btra", lambda x: np.zeros(3, "f4")), r"missing none, unexpected ex\ufffdtra"),
-    (tensor("transformer.wpe.weight", lambda x: x[:4]), r"of shape \(5, 4\) .* \(4, 4\) F32"),
-    (tensor("transformer.wte.weight", lambda x: x[:8]), r"\(11, 4\) .* found \(8, 4\) F32"),
-    (tensor("transformer.ln_f.bias", lambda x: np.int32(x)), r"found \(4,\) I32"),
+    (tensor("transformer.ln_f.bias", lambda x: None), r"ln_f.bias: the file has nothing"),
+    (tensor("ex\x1btra", lambda x: np.zeros(3, "f4")), r"ex\ufffdtra: .*json needs nothing"),
+    (tensor("transformer.wpe.weight", lambda x: x[:4]), r"float\[4, 4\], .* float\[5, 4\]"),
+    (tensor("transformer.wte.weight", lambda x: x[:8]), r"float\[8, 4\], .* float\[11, 4\]"),
+    (tensor("transformer.ln_f.bias", lambda x: np.int32(x)), r"has I32\[4\], .* float\[4\]"),
     (tensor("lm_head.weight", lambda x: np.ones((11, 4), "f4")), "the same tensor .* tied"),
     (tensor("wpe.weight", lambda x: np.ones((5, 4), "f4")), "one tensor wpe.weight, found two"),
     (gone("model.safetensors"), r"found config\.json\. .*safe_serialization"),
     *(
-        (raw("model.safetensors", content), "a safetensors file, found a header of")
+        (raw("model.safetensors", content), r"model\.safetensors: Error while deserializing header")
         for content in (b"", b"\1\0\0", (1 << 40).to_bytes(8, "little") + b"{}", b"no tensors")
     ),
-    (
-        raw("model.safetensors", (17 << 20).to_bytes(8, "little").ljust(32 << 20, b"\0")),
-        "a header of 17825792 bytes in a file of 33554432",
-    ),
-    (raw("model.safetensors", b"\2\0\0\0\0\0\0\0{}more"), r"model\.safetensors: Error while"),
     *(
         (fifo(name), f"{re.escape(name)}: expected a regular file, found a FIFO")
         for name in ("config.json", "model.safetensors")
@@ -163,10 +157,8 @@ LLAMA = [
     (config(rope_scaling=3), "rope_scaling to be an object, found 3"),
     (config(num_key_value_heads=3), r"config\.json: .* not a multiple of n_kv_head=3"),
     (config(hidden_size=None), r"missing \['hidden_size'\]"),
-    (config(num_hidden_layers=3), "missing model.layers.2.input_layernorm.weight"),
-    (config(num_hidden_layers=10**6), "the 9000003 tensors of a Llama3 of 1000000 layers"),
-    (config(intermediate_size=64), r"mlp.gate_proj.weight of shape \(64, 4\)"),
-    (tensor("model.norm.weight", lambda x: None), "missing model.norm.weight"),
+    (config(num_hidden_layers=10**6), "expected 1000000 layers, as in config.json, found 21"),
+    (config(intermediate_size=64), r"mlp.gate_proj.weight: .* config.json needs float\[64, 4\]"),
     (config(tie_word_embeddings=True), "expected lm_head.weight to be the same tensor"),
 ]
 HUGE = 2**31 - 2
@@ -273,6 +265,10 @@ class ChangedLlama(gptjax.Llama3):
     """A subclass with Llama 3's config."""
 
 
+def save_gguf(model, path):
+    return export(model, path.with_suffix(".gguf"), "gguf", tokenizer=None)
+
+
 @pytest.mark.parametrize(
     ("save", "model", "expected"),
     [
@@ -280,6 +276,7 @@ class ChangedLlama(gptjax.Llama3):
         (gptjax.save_hf, ChangedLlama, "GPT2 or Llama3"),
         (gptjax.save_llmc, Changed, "GPT2"),
         (gptjax.save_llmc, gptjax.Llama3, "GPT2"),
+        (save_gguf, Changed, "GPT2 or Llama3"),
     ],
 )
 def test_a_subclass_is_not_saved(save, model, expected, tmp_path):

@@ -42,7 +42,7 @@ def resolve(config: Config, start: Resume | None = None) -> tuple[Config, Source
     kind = type(config.model)
     if start is not None and start.step is not None:
         try:
-            own = model_from_json(sources.last_stage(start.folder, start.meta), kind)
+            own = model_from_json(sources.last_stage(start.meta), kind)
         except ConfigError:  # another architecture, which `Resume.check` reports
             return config, None
         return _with_model(config, own), None

@@ -57,6 +57,7 @@ class Architecture:
         model: class of the models.
         name: model_type in config.json, and the architecture in GGUF files.
         sizes: fields of the model's config, and their names in config.json.
+        optional: as `sizes`, for fields with a default: (name, default).
         prefix: optional prefix of the names in Hugging Face's files.
         transposed: whether Hugging Face's files hold the transpose of gptjax's kernels.
     """
@@ -64,6 +65,7 @@ class Architecture:
     model: ClassVar[type[Model]]
     name: ClassVar[str]
     sizes: ClassVar[dict[str, str]]
+    optional: ClassVar[dict[str, tuple[str, Any]]] = {}
     prefix: ClassVar[str]
     transposed: ClassVar[bool]
 
@@ -80,7 +82,8 @@ class Architecture:
         if missing := sorted(name for name in self.sizes.values() if found.get(name) is None):
             raise ValueError(f"expected {[*self.sizes.values()]}, missing {missing}")
         fields = {name: found[theirs] for name, theirs in self.sizes.items()}
-        config = self.model.Config(**fields, **self.more(found))
+        fields |= {name: found.get(*entry) for name, entry in self.optional.items()}
+        config = self.model.Config(**fields | self.more(found))
         for field, allowed in self.required(config).items():
             expect(field, found.get(field, allowed[0]), allowed)
         return config
@@ -104,12 +107,11 @@ def config_json(config: Any) -> dict[str, Any]:
     return {
         "model_type": architecture.name,
         **{theirs: getattr(config, ours) for ours, theirs in architecture.sizes.items()},
+        **{theirs: getattr(config, ours) for ours, (theirs, _) in architecture.optional.items()},
         **architecture.to_json(config),
         **{name: allowed[0] for name, allowed in architecture.required(config).items()},
-        "initializer_range": 0.02,
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "use_cache": True,
         "torch_dtype": "float32",
     }
 
@@ -185,7 +187,6 @@ class _GPT2(Architecture):
         return {
             "architectures": ["GPT2LMHeadModel"],
             "n_ctx": config.block_size,
-            "reorder_and_upcast_attn": False,
             **{f"{name}_pdrop": 0.0 for name in ("resid", "embd", "attn")},
         }
 
@@ -204,6 +205,12 @@ class _Llama(Architecture):
         "n_head": "num_attention_heads",
         "n_embd": "hidden_size",
         "n_inner": "intermediate_size",
+    }
+    optional: ClassVar = {
+        "n_kv_head": ("num_key_value_heads", None),
+        "tie_embeddings": ("tie_word_embeddings", False),
+        "norm_eps": ("rms_norm_eps", 1e-6),
+        "rope_theta": ("rope_theta", 10_000.0),
     }
 
     def kinds(self, config: Llama3Config) -> list[Kind]:
@@ -235,12 +242,7 @@ class _Llama(Architecture):
         rope = found.get("rope_parameters") or found.get("rope_scaling") or {}
         if not isinstance(rope, dict):
             raise ValueError(f"expected rope_scaling to be an object, found {reprlib.repr(rope)}")
-        fields = {
-            "n_kv_head": found.get("num_key_value_heads"),
-            "tie_embeddings": found.get("tie_word_embeddings", False),
-            "norm_eps": found.get("rms_norm_eps", 1e-6),
-            "rope_theta": rope.get("rope_theta", found.get("rope_theta", 10_000.0)),
-        }
+        fields = {"rope_theta": rope["rope_theta"]} if "rope_theta" in rope else {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         expect("rope_type", kind, ("default", "llama3"))
         if kind == "default":
@@ -270,12 +272,7 @@ class _Llama(Architecture):
         }
         return {
             "architectures": ["LlamaForCausalLM"],
-            "num_key_value_heads": config.n_kv_head,
-            "attention_dropout": 0.0,
-            "rms_norm_eps": config.norm_eps,
-            "rope_theta": config.rope_theta,
             "rope_scaling": scaling if config.rope_scaling != 1 else None,
-            "tie_word_embeddings": config.tie_embeddings,
         }
 
     def metadata(self, config: Llama3Config) -> dict[str, int | float]:

@@ -60,12 +60,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint has another format.
     """
     try:
-        meta = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+        meta = dict(json.loads((folder / METADATA).read_text(encoding="utf-8")))
     # JSON nested too deeply is a RecursionError, another encoding a ValueError.
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         raise damaged(folder, system_error(error)) from error
-    if not isinstance(meta, dict):
-        raise damaged(folder, f"its metadata is a {type(meta).__name__}, expected an object")
     if meta.get("format") not in (FORMAT, OLDER_FORMAT):
         raise CheckpointError(
             f"{folder} is not a checkpoint that this version of gptjax reads: expected {FORMAT!r}, "
@@ -73,9 +71,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         )
     if meta.get("checksum") != checksum(meta):
         raise damaged(folder, "the checksum of its metadata is wrong")
-    if not isinstance(step := meta.get("step"), int):
-        raise damaged(folder, "its metadata has no step")
-    if folder.name.isdecimal() and step != int(folder.name):
+    if folder.name.isdecimal() and (step := meta["step"]) != int(folder.name):
         raise damaged(folder, f"it was saved as step {step}; rename the folder to {step}")
     if meta["format"] == OLDER_FORMAT:
         meta["arrays"] = {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
@@ -192,16 +188,8 @@ def restore(folder: Path, saved: Mapping[str, str], like: PyTree, *, needs: str)
         CheckpointError: names, shapes or dtypes differ; Orbax would cast a wrong dtype silently.
         DamagedError: the arrays cannot be read.
     """
-    wanted = arrays_of(like)
-    lines = [
-        f"  {name}: the checkpoint has {saved.get(name, 'nothing')}, {needs} needs "
-        f"{wanted.get(name, 'nothing')}"
-        for name in sorted({*saved, *wanted})
-        if saved.get(name) != wanted.get(name)
-    ]
-    if lines:
-        lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
-        raise CheckpointError(f"{folder} does not fit {needs}:\n" + "\n".join(lines))
+    if text := differences(saved, arrays_of(like), "the checkpoint", needs):
+        raise CheckpointError(f"{folder} does not fit {needs}: {text}")
     arguments = ocp.args.PyTreeRestore(
         item=like,
         restore_args=ocp.checkpoint_utils.construct_restore_args(like),
@@ -226,6 +214,26 @@ def arrays_of(tree: PyTree) -> dict[str, str]:
     return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_by_path(tree).items()}
 
 
+def differences(
+    found: Mapping[str, str], wanted: Mapping[str, str], has: str, needs: str
+) -> str | None:
+    """Return the differences of two tables of arrays in one line; None if they are equal.
+
+    Args:
+        found: dtype and shape of each array by name.
+        wanted: as `found`.
+        has: name of the owner of `found`, for the text.
+        needs: name of the owner of `wanted`.
+    """
+    lines = [
+        f"{name[:100]}: {has} has {found.get(name, 'nothing')}, {needs} needs "
+        f"{wanted.get(name, 'nothing')}"
+        for name in {*found, *wanted}
+        if found.get(name) != wanted.get(name)
+    ]
+    return few(lines) if lines else None
+
+
 def damaged(folder: Path, reason: str) -> DamagedError:
     """Return the error of a checkpoint that changed after it was saved."""
     return DamagedError(f"{folder} is damaged: {reason}")
@@ -243,7 +251,7 @@ def few(names: Iterable[str]) -> str:
     """Return the first three names, sorted, and the number of further names; "none" for none."""
     names = sorted(names)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(name[:100] for name in names[:3]) + more or "none"
+    return ", ".join(name[:300] for name in names[:3]) + more or "none"
 
 
 def system_error(error: BaseException) -> str:

@@ -22,9 +22,9 @@ from gptjax.weights.architectures import (
     of_config,
     of_json,
 )
-from gptjax.weights.checkpoint_files import few
+from gptjax.weights.checkpoint_files import differences, few
 from gptjax.weights.errors import WeightsError
-from gptjax.weights.files import MAX_JSON_BYTES, file_size, read_json, reading, reason, replacing
+from gptjax.weights.files import file_size, read_json, reading, reason, replacing
 from gptjax.weights.params import Key, check_model, host_arrays
 
 WEIGHTS = "model.safetensors"
@@ -116,7 +116,8 @@ def _find_tensors(path: Path, prefix: str) -> dict[str, tuple[Any, str]]:
     tensors: dict[str, tuple[Any, str]] = {}
     for file in _weight_files(path):
         with reading(file):
-            opened = _open(file)
+            file_size(file)  # an error for a FIFO
+            opened = safe_open(file, framework="numpy")
             names_in_file = opened.keys()  # safe_open is not iterable
             for name in names_in_file:
                 if (short := name.removeprefix(prefix)) in tensors:
@@ -138,48 +139,31 @@ def _weight_files(path: Path) -> list[Path]:
     )
 
 
-def _open(file: Path) -> Any:
-    length = file_size(file)
-    with open(file, "rb") as raw:
-        header = int.from_bytes(raw.read(8), "little")
-    if length < 8 or header > min(length - 8, MAX_JSON_BYTES):
-        raise ValueError(
-            f"expected a safetensors file, found a header of {header} bytes in a file of {length}. "
-            "Download or export the model again"
-        )
-    return safe_open(file, framework="numpy")
-
-
 def _check(stored: dict[str, tuple], architecture: Architecture, config: ModelConfig) -> None:
     """Compare the tensors with the config, before an array of these sizes is allocated."""
-    kinds = architecture.kinds(config)
-    expected = (
-        f"expected the {sum(kind.layers or 1 for kind in kinds)} tensors of a "
-        f"{architecture.model.__name__} of {config.n_layer} layers, as in config.json"
-    )
     if config.n_layer > len(stored):
-        raise ValueError(f"{expected}, found {len(stored)}")
+        raise ValueError(
+            f"expected {config.n_layer} layers, as in {CONFIG}, found {len(stored)} tensors"
+        )
+    kinds = architecture.kinds(config)
     shapes = {
         name: kind.shape[::-1] if architecture.transposed and key[-1] == "kernel" else kind.shape
         for kind in kinds
         for key, name, _ in kind.each()
     }
-    missing, unexpected = shapes.keys() - stored.keys(), stored.keys() - shapes.keys() - {HEAD}
-    if missing or unexpected:
-        raise ValueError(f"{expected}; missing {few(missing)}, unexpected {few(unexpected)}")
     embedding = kinds[0].name
-    tied = HEAD in stored and HEAD not in shapes
-    shapes |= {HEAD: shapes[embedding]} if tied else {}
-    for name, shape in shapes.items():
-        tensor = stored[name][0].get_slice(stored[name][1])
-        found, dtype = tuple(tensor.get_shape()), tensor.get_dtype()
-        if found != shape or dtype not in FLOATS:
-            raise ValueError(
-                f"expected {name} of shape {shape} and a type of {FLOATS}, found {found} {dtype}. "
-                "Check that config.json belongs to these weights"
-            )
+    if tied := HEAD in stored and HEAD not in shapes:
+        shapes[HEAD] = shapes[embedding]
+    found = {}
+    for name, (opened, full_name) in stored.items():
+        tensor = opened.get_slice(full_name)
+        dtype = "float" if tensor.get_dtype() in FLOATS else tensor.get_dtype()
+        found[name] = f"{dtype}{list(tensor.get_shape())}"
+    wanted = {name: f"float{list(shape)}" for name, shape in shapes.items()}
+    if text := differences(found, wanted, "the file", CONFIG):
+        raise ValueError(text)
     if tied and not np.array_equal(_read(*stored[HEAD]), _read(*stored[embedding])):
         raise ValueError(
             f"expected {HEAD} to be the same tensor as {embedding}, found other numbers: by "
-            "config.json, the head is tied to the token embedding"
+            f"{CONFIG}, the head is tied to the token embedding"
         )

@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx, traverse_util
 
 from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of
-from gptjax.weights.checkpoint_files import dotted, few
+from gptjax.weights.checkpoint_files import differences, dotted
 from gptjax.weights.errors import WeightsError
 
 Key = tuple[str | int, ...]
@@ -51,29 +51,13 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
             string, as Orbax restores it if it is given no target.
     """
     tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-    if not isinstance(tree, Mapping):
-        raise WeightsError(
-            "model_from_params: expected a dict or nnx.State of arrays, "
-            f"found {type(params).__name__}"
-        )
     expected: dict[Key, Any] = traverse_util.flatten_dict(abstract_params(config))
     found = dict(_flatten(tree))
-    missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
-    if missing or unexpected:
+    tables = [{dotted(key): _described(x) for key, x in each.items()} for each in (found, expected)]
+    if text := differences(*tables, has="the argument", needs="the config"):
         raise WeightsError(
-            f"model_from_params: expected the {len(expected)} parameters of this config, missing "
-            f"{few(map(dotted, missing))}, unexpected {few(map(dotted, unexpected))}. "
-            "Check that the config is the one of these parameters"
+            f"model_from_params: expected the {len(expected)} parameters of this config: {text}"
         )
-    for key, like in expected.items():
-        value = found[key]
-        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
-        if (shape, dtype) != (like.shape, like.dtype):
-            text = type(value).__name__ if dtype is None else f"{shape} {dtype}"
-            raise WeightsError(
-                f"model_from_params: expected {dotted(key)} to be an array of shape {like.shape} "
-                f"and dtype {like.dtype}, found {text}. Check the config, or convert the array"
-            )
     # Copies of NumPy arrays: JAX may share their memory on a CPU.
     leaves = {
         key: jnp.array(found[key]) if isinstance(found[key], np.ndarray) else found[key]
@@ -91,3 +75,8 @@ def _flatten(tree: Mapping, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
             yield from _flatten(value, key)
         else:
             yield key, value
+
+
+def _described(x: Any) -> str:
+    """Return dtype and shape of an array, or the type of another object."""
+    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__

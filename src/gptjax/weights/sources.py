@@ -22,7 +22,7 @@ from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
 from gptjax.weights import checkpoint_files, hf, llmc, modded_nanogpt
-from gptjax.weights.errors import CheckpointError, DamagedError, WeightsError
+from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import reading
 from gptjax.weights.params import Key
 
@@ -58,11 +58,11 @@ class Source:
         """Name of the model's config class."""
         return type(self.stored).__name__
 
-    def config(self, *, precision: Precision | None = None, **options: Any) -> ModelConfig:
+    def config(self, *, precision: Any = None, **options: Any) -> ModelConfig:
         """Return the model's config.
 
         Args:
-            precision: precision of the model. None: the source's precision, or fp32.
+            precision: a `Precision`. None: the source's precision, or fp32.
             options: fields of the config that do not change what the model computes, such as
                 attention.
 
@@ -74,7 +74,13 @@ class Source:
                 f"unknown options {wrong}, or the file decides them; choose from "
                 f"{sorted(self.stored.operational)}"
             )
-        options |= {} if precision is None else {"precision": precision}
+        if precision is not None:
+            if not isinstance(precision, Precision):
+                raise ValueError(
+                    "expected precision to be a gptjax.Precision, such as "
+                    f"gptjax.Precision('bf16'), got {precision!r}"
+                )
+            options["precision"] = precision
         return dataclasses.replace(self.stored, **options)
 
     def read(self, config: ModelConfig, like: Mapping | None = None) -> dict:
@@ -107,20 +113,11 @@ class Source:
         return str(self.path)
 
 
-def last_stage(folder: Path, meta: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's config with the model of the last stage that the checkpoint reached.
-
-    Args:
-        folder: folder of the checkpoint, for an error.
-        meta: metadata of the checkpoint.
-    """
-    if (number := (meta.get("data") or {}).get("stage")) is None:
-        return meta["config"]
-    try:
-        model = meta["config"]["stages"][number - 1].get("model", {})
-    except (LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder}: expected stage {number} in its config") from error
-    return meta["config"] | {f"model.{name}": value for name, value in model.items()}
+def last_stage(meta: dict[str, Any]) -> dict[str, Any]:
+    """Return a run's config with the model of the last stage that a checkpoint reached."""
+    config, number = meta["config"], (meta.get("data") or {}).get("stage")
+    model = {} if number is None else config["stages"][number - 1].get("model", {})
+    return config | {f"model.{name}": value for name, value in model.items()}
 
 
 def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
@@ -131,8 +128,7 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
 
     Raises:
         WeightsError: the path holds no model, or there is no checkpoint of this step.
-        DamagedError: the metadata of the checkpoint is damaged. The message names older
-            checkpoints.
+        DamagedError: the metadata of the checkpoint is damaged.
     """
     path = Path(path)
     with reading(path):
@@ -192,30 +188,17 @@ def file_source(path: Path, format: Any) -> Source:
 
 
 def _checkpoint(folder: Path) -> Source:
+    meta = checkpoint_files.read_meta(folder)
     try:
-        meta = checkpoint_files.read_meta(folder)
-    except DamagedError as error:
-        raise DamagedError(f"{error}{other_steps(folder)}") from error
-    config = meta.get("config")
-    if not isinstance(config, dict) or not isinstance(config.get("model"), str):
-        raise CheckpointError(f"{folder}: expected the config of a run, found none")
-    try:
+        config = last_stage(meta)
         kind = config_class(config["model"])
         fields = [field for field in dataclasses.fields(kind) if field.name in kind.operational]
         defaults = {field.name: field.default for field in fields}
-        stored = model_from_json(last_stage(folder, meta), kind, **defaults)
+        stored = model_from_json(config, kind, **defaults)
     except (LookupError, ConfigError) as error:
         raise WeightsError(f"{folder}: {error.args[0]}") from error
     tokenizer = ((meta.get("data") or {}).get("dataset") or {}).get("tokenizer")
     return Source(folder, stored, tokenizer if tokenizer in TOKENIZERS else None, meta=meta)
-
-
-def other_steps(folder: Path) -> str:
-    """Return the end of a message on a damaged checkpoint: steps of other checkpoints."""
-    if not folder.name.isdecimal():
-        return ""
-    others = [step for step in checkpoint_files.steps(folder.parent) if step != int(folder.name)]
-    return f"; use another checkpoint: step={others[0]} (--step {others[0]})" if others else ""
 
 
 def _put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
