@@ -71,7 +71,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         )
     if meta.get("checksum") != checksum(meta):
         raise damaged(folder, "the checksum of its metadata is wrong")
-    if folder.name.isdecimal() and (step := meta["step"]) != int(folder.name):
+    if folder.name.isdecimal() and (step := meta.get("step")) != int(folder.name):
         raise damaged(folder, f"it was saved as step {step}; rename the folder to {step}")
     if meta["format"] == OLDER_FORMAT:
         meta["arrays"] = {path: text.rpartition(" ")[0] for path, text in meta["digests"].items()}
