@@ -1,6 +1,7 @@
 """Export a trained model to other programs: `python -m gptjax.export RUN --to hf --out FOLDER`."""
 
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -16,7 +17,6 @@ from gptjax.terminal import command_line, exit_code, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, save_hf, save_llmc, sources
 from gptjax.weights.bpe_files import save_tokenizer
-from gptjax.weights.files import check_new, created
 from gptjax.weights.gguf_file import save_gguf
 
 Format = Literal["hf", "llmc", "gguf"]
@@ -28,7 +28,7 @@ SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
 def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str | None) -> str:
     """Write a model in another program's format, and return a sentence about its tokenizer.
 
-    The path appears when all files are complete and on disk.
+    After an error, nothing is left.
 
     Args:
         path: a folder for hf, else a file: .bin for llmc, .gguf for gguf. The path must not exist;
@@ -44,33 +44,34 @@ def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str 
     """
     path = Path(path)
     check_path(path, to)
-    with created(path) as temporary:
+    try:
         if to == "gguf":
-            save_gguf(model, temporary, tokenizer=tokenizer, name=path.stem)
+            save_gguf(model, path, tokenizer=tokenizer, name=path.stem)
         elif to == "llmc":
-            save_llmc(cast(GPT2, model), temporary)
+            save_llmc(cast(GPT2, model), path)
         else:
-            save_hf(model, temporary)
+            save_hf(model, path)
             if tokenizer is not None:
-                save_tokenizer(tokenizer, temporary, model.config.block_size)
+                save_tokenizer(tokenizer, path, model.config.block_size)
+    except BaseException:  # also Ctrl-C
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     if tokenizer is None:
         return "only the model: its tokenizer is not known"
-    if to == "llmc":
-        return "only the model: llm.c's model files have no tokenizer"
-    if to == "gguf" and tokenizer != "gpt2":
-        return f"only the model: GGUF has no tokenizer like {tokenizer}"
-    return f"with the tokenizer {tokenizer}"
+    if to == "hf" or (to, tokenizer) == ("gguf", "gpt2"):
+        return f"with the tokenizer {tokenizer}"
+    return f"only the model: a {path.suffix} file does not store the tokenizer {tokenizer}"
 
 
 def check_path(path: Path, to: Format) -> None:
     """Raise WeightsError if a path exists, has no parent folder, or lacks the format's suffix."""
-    check_new(path)
+    if path.exists() or path.is_symlink():
+        raise WeightsError(f"{path}: expected a new path, found an existing one")
+    if not path.absolute().parent.is_dir():
+        raise WeightsError(f"{path}: the folder {path.parent} does not exist")
     suffix = SUFFIXES.get(to, path.suffix)
     if path.suffix != suffix:
-        raise WeightsError(
-            f"{path}: expected a name that ends in {suffix} for the format {to}, such as "
-            f"{path.with_suffix(suffix)}"
-        )
+        raise WeightsError(f"{path}: expected a name that ends in {suffix} for the format {to}")
 
 
 def main(

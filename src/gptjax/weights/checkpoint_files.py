@@ -157,22 +157,6 @@ def dotted(key: Iterable[str | int]) -> str:
     return ".".join(map(str, key))
 
 
-def params_like(meta: dict[str, Any]) -> dict:
-    """Return the parameters of a checkpoint as `jax.ShapeDtypeStruct`s on JAX's default device.
-
-    No model is needed. All keys are strings, even block indices.
-    """
-    sharding, like = jnp.zeros(()).sharding, {}
-    for path, text in meta["arrays"].items():
-        first, *key = path.split(".")
-        if first == PARAMS:
-            dtype, _, sizes = text[:-1].partition("[")
-            dtype = jnp.float32 if _is_split((*key,), meta) else jnp.dtype(dtype)
-            shape = tuple(int(size) for size in sizes.split(",") if size)
-            like[(*key,)] = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-    return traverse_util.unflatten_dict(like)
-
-
 def restore(folder: Path, saved: Mapping[str, str], like: PyTree, *, needs: str) -> PyTree:
     """Return the arrays of `like`, in the shardings of `like`.
 

@@ -2,8 +2,6 @@
 
 import contextlib
 import json
-import os
-import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -68,35 +66,3 @@ def replacing(path: Path) -> Iterator[Path]:
         raise WeightsError(
             f"{path}: not written: {reason(error)}. An older file is unchanged"
         ) from error
-
-
-def check_new(path: Path) -> None:
-    """Raise WeightsError if a path exists, or if its parent does not."""
-    if path.exists() or path.is_symlink():
-        raise WeightsError(f"{path}: expected a new path, found an existing one")
-    if not path.absolute().parent.is_dir():
-        raise WeightsError(f"{path}: the folder {path.parent} does not exist")
-
-
-@contextlib.contextmanager
-def created(path: Path) -> Iterator[Path]:
-    """Yield a temporary path for a new file or folder, and rename it to `path` at the end.
-
-    All files are durable before the rename. After an error, nothing is left.
-
-    Raises:
-        WeightsError: writing fails, for example because the disk is full.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        yield temporary
-        files.synchronize([*temporary.rglob("*"), temporary])
-        check_new(path)
-        os.rename(temporary, path)
-        files.synchronize([path.absolute().parent])
-    except OSError as error:
-        raise WeightsError(f"{path}: not written: {reason(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with contextlib.suppress(OSError):
-            temporary.unlink()

@@ -17,21 +17,22 @@ from gptjax.models.llama3 import frequencies
 from gptjax.weights.architectures import ARCHITECTURES, Architecture, of_config
 from gptjax.weights.bpe_files import merges, text_of
 from gptjax.weights.errors import WeightsError
+from gptjax.weights.files import replacing
 from gptjax.weights.params import check_model, host_arrays
 
 
 def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> None:
-    """Write a model as a GGUF file.
+    """Write a model as a GGUF file. The file is written atomically.
 
     Args:
-        path: the file, replaced if it exists.
+        path: the file.
         tokenizer: "gpt2" to store GPT-2's BPE; other tokenizers are not stored.
         name: value of general.name.
 
     Raises:
-        WeightsError: the package gguf is missing, or the model is of another class or a subclass.
+        WeightsError: the package gguf is missing, the model is of another class or a subclass, or
+            the file cannot be written.
         TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
-        OSError: the file cannot be written.
     """
     check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
     try:
@@ -40,7 +41,7 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
         raise WeightsError("GGUF files need the package gguf: pip install -e '.[gguf]'") from error
     config: Any = model.config
     architecture = of_config(config)
-    writer = gguf.GGUFWriter(path, architecture.name)
+    writer = gguf.GGUFWriter(None, architecture.name)
     writer.add_name(name)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
@@ -59,12 +60,13 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
         writer.add_tokenizer_model("none")
     for tensor, array in _tensors(model, architecture):
         writer.add_tensor(tensor, np.ascontiguousarray(array, np.float32))
-    try:
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-    finally:
-        writer.close()
+    with replacing(path) as temporary:
+        try:
+            writer.write_header_to_file(temporary)
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+        finally:
+            writer.close()
 
 
 def _add_gpt2_bpe(writer: Any, kinds: Any, vocab_size: int) -> None:

@@ -132,37 +132,19 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
     """
     path = Path(path)
     with reading(path):
-        folder = checkpoint_folder(path)
-        if folder is not None:
-            return _checkpoint(_step_folder(folder, path, step))
-        if step is not None:
-            raise WeightsError(
-                f"{path}: expected a run's folder for step={step}; leave out the step"
-            )
-        if (path / checkpoint_files.METADATA).exists():
+        if (path / checkpoint_files.METADATA).exists() and step is None:
             return _checkpoint(path)
+        folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+        steps = checkpoint_files.steps(folder) if folder.is_dir() else []
+        if any((folder / str(n) / checkpoint_files.METADATA).exists() for n in steps):
+            if step is not None and step not in steps:
+                raise WeightsError(f"{path}: expected one of the steps {steps}, found step={step}")
+            return _checkpoint(folder / str(steps[0] if step is None else step))
+        if folder != path or (path / "log.jsonl").is_file():
+            raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
+        if step is not None:
+            raise WeightsError(f"{path}: expected a run for step={step}; leave out the step")
         return file_source(path, _format(path))
-
-
-def checkpoint_folder(path: Path) -> Path | None:
-    """Return the folder of the checkpoints if `path` is a run or this folder itself, else None."""
-    if (path / CHECKPOINTS).is_dir():
-        return path / CHECKPOINTS
-    steps = checkpoint_files.steps(path) if path.is_dir() else []
-    if any((path / str(n) / checkpoint_files.METADATA).exists() for n in steps):
-        return path
-    if (path / "log.jsonl").is_file():
-        raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
-    return None
-
-
-def _step_folder(folder: Path, path: Path, step: int | None) -> Path:
-    steps = checkpoint_files.steps(folder)
-    if not steps:
-        raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
-    if step is not None and step not in steps:
-        raise WeightsError(f"{path}: expected one of the steps {steps}, found step={step!r}")
-    return folder / str(steps[0] if step is None else step)
 
 
 def _format(path: Path) -> Any:
@@ -172,11 +154,10 @@ def _format(path: Path) -> Any:
     folder = path if path.is_dir() else path.parent
     if (folder / hf.CONFIG).is_file() and (path.is_dir() or path.suffix == ".safetensors"):
         return hf
-    found = "a folder without these files" if path.is_dir() else "another file"
     raise WeightsError(
         f"{path}: expected a run's folder, the folder of a checkpoint, a Hugging Face folder with "
-        "config.json, an llm.c .bin file, or a .pt file of modded-nanogpt; "
-        + (f"found {found}" if path.exists() else "the path does not exist")
+        "config.json, an llm.c .bin file, or a .pt file of modded-nanogpt"
+        + ("" if path.exists() else "; the path does not exist")
     )
 
 
