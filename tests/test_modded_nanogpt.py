@@ -101,8 +101,8 @@ def test_errors(tmp_path, monkeypatch):
     other, bank = "expected a checkpoint of modded-nanogpt's train_gpt.py", "attn_gate_bank"
     for message, edit, more in (
         (other, {}, {"code": Planted()}),
-        ("expected the tensors of modded-nanogpt's pull request", {"mlp_bank": None}, {}),
-        ("the record's tensors and shapes", {"value_embeds": tensors["value_embeds"][:-1]}, {}),
+        (r"state.pt: KeyError\('mlp_bank'\)", {"mlp_bank": None}, {}),
+        ("state.pt: cannot reshape", {"value_embeds": tensors["value_embeds"][:-1]}, {}),
         (r"attention_gates: expected \(10, 6, 12\), found \(9, 6", {bank: tensors[bank][1:]}, {}),
     ):
         edited = {name: x for name, x in (tensors | edit).items() if x is not None}

@@ -90,24 +90,10 @@ def _byte_tokenizer(eot: int) -> dict[str, Any]:
     vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
     return {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [{"id": eot, "content": EOT_TEXT, "special": True} | special],
-        "normalizer": None,
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": vocabulary | {EOT_TEXT: eot},
-            "merges": [],
-        },
+        "model": {"type": "BPE", "vocab": vocabulary | {EOT_TEXT: eot}, "merges": []},
     }
 
 

@@ -13,7 +13,10 @@ from gptjax import files
 from gptjax.weights.errors import WeightsError
 
 # Errors of readers for files with wrong contents, and of the system.
-_ERRORS = (OSError, ValueError, TypeError, RecursionError, FloatingPointError, SafetensorError)
+_ERRORS = (
+    *(OSError, ValueError, TypeError, LookupError, RecursionError),
+    *(FloatingPointError, SafetensorError),
+)
 
 
 @contextlib.contextmanager
@@ -29,7 +32,8 @@ def reading(path: Path) -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Return the first line of an exception, without the name of a temporary file."""
-    text = getattr(error, "strerror", None) or str(error)
+    lookup = isinstance(error, LookupError)
+    text = getattr(error, "strerror", None) or (repr(error) if lookup else str(error))
     return text.split("\n", 1)[0]
 
 
