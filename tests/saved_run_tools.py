@@ -5,9 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from gptjax.config import Config, to_json
-from gptjax.models.base import abstract_params
+from gptjax.models.base import abstract_params, graph
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.checkpoint import Checkpoints
 from gptjax.weights import checkpoint_files
@@ -25,6 +26,10 @@ def random_params(model=MODEL, seed=0):
     return jax.tree.map(
         lambda x: jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), abstract_params(model)
     )
+
+
+def random_model(model=MODEL, seed=0):
+    return nnx.merge(graph(model), random_params(model, seed))
 
 
 def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None, stage=None):

@@ -8,15 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from flax import nnx
 from hf_tools import read_gguf
-from saved_run_tools import random_params, save_run
+from saved_run_tools import random_model, random_params, save_run
 
 import gptjax
 from gptjax import export as command
 from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.export import export
-from gptjax.models.base import graph, params_of
+from gptjax.models.base import params_of
 from gptjax.weights import bpe_files
 
 with warnings.catch_warnings():
@@ -28,10 +27,6 @@ BYTES = gptjax.GPT2Config(vocab_size=257, **SIZES)
 TOKENS = np.random.default_rng(0).integers(0, 257, (2, 12))
 
 
-def model_of(config):
-    return nnx.merge(graph(config), random_params(config))
-
-
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     params = {3: random_params(BYTES, 1), 6: random_params(BYTES)}
@@ -40,7 +35,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logits():
-    return np.asarray(model_of(BYTES)(jnp.asarray(TOKENS)))
+    return np.asarray(random_model(BYTES)(jnp.asarray(TOKENS)))
 
 
 def theirs(model):
@@ -96,7 +91,7 @@ def gpt2():
 @pytest.fixture(scope="module")
 def gpt2_model():
     # 20 ids more than the tokenizer.
-    return model_of(gptjax.GPT2Config(vocab_size=50277, **SIZES))
+    return random_model(gptjax.GPT2Config(vocab_size=50277, **SIZES))
 
 
 def test_transformers_encodes_as_tiktoken(gpt2, gpt2_model, tmp_path):

@@ -83,15 +83,13 @@ def test_transformers_reads_the_files_of_save_hf(tmp_path, shape):
     found, info = transformers.GPT2LMHeadModel.from_pretrained(ours, output_loading_info=True)
     problems = ("missing_keys", "unexpected_keys", "mismatched_keys")
     assert not any(info[kind] for kind in problems), info
-    before = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "theirs").state_dict()
+    before = theirs(*shape).state_dict()
     assert found.state_dict().keys() == before.keys()
     for name, tensor in found.state_dict().items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, before[name]), name
     assert found.config.n_positions == shape[1] and found.config.activation_function == "gelu_new"
     assert_same(gptjax.load_hf(ours), model)
     assert sorted(p.name for p in ours.iterdir()) == ["config.json", "model.safetensors"]
-    (ours / "other").touch()  # with the permissions of the umask
-    assert len({file.stat().st_mode for file in ours.iterdir()}) == 1
 
 
 def test_the_vocabulary_is_padded_with_zero_rows_and_a_sharded_model_is_saved_whole(small):
@@ -146,10 +144,3 @@ def test_other_float_types_become_fp32(tmp_path, dtype):
     expected = reference.transformer.h[1].mlp.c_fc.weight.detach().float().numpy()
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
-
-
-def test_how_the_model_computes_is_the_callers_choice(small):
-    options = {"precision": gptjax.Precision("bf16"), "recompute": "block", "loss_chunk": 9}
-    model = gptjax.load_hf(small, **options)
-    assert {name: getattr(model.config, name) for name in options} == options
-    assert {leaf.dtype for leaf in jax.tree.leaves(params_of(model))} == {np.dtype("float32")}

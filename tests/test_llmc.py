@@ -6,31 +6,21 @@ The layout is that of llm.c's `gpt2_write_to_checkpoint` and of `write_model` in
 import dataclasses
 import struct
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from hf_tools import assert_same
 from reference.torch_gpt2 import flatten
+from saved_run_tools import random_model
 
 import gptjax
-from gptjax.models.base import abstract_params, params_of
-from gptjax.weights import model_from_params
+from gptjax.models.base import params_of
 
 HEADER = 1024
 
 
-def random_model(**shape):
+def config_of(**shape):
     sizes = {"vocab_size": 11, "padded_vocab_size": 16, "block_size": 7, "n_layer": 3}
-    config = gptjax.GPT2Config(**{"n_head": 2, "n_embd": 6} | sizes | shape)
-    rng = np.random.default_rng(0)
-    # Distinct numbers, and no bias of 0.
-    return model_from_params(
-        config,
-        jax.tree.map(
-            lambda x: jnp.asarray(rng.standard_normal(x.shape), x.dtype), abstract_params(config)
-        ),
-    )
+    return gptjax.GPT2Config(**{"n_head": 2, "n_embd": 6} | sizes | shape)
 
 
 def params(model):
@@ -93,7 +83,7 @@ def round_to_bf16(x):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_layout(tmp_path, dtype):
-    model, path = random_model(), tmp_path / "model.bin"
+    model, path = random_model(config_of()), tmp_path / "model.bin"
     gptjax.save_llmc(model, path, dtype=dtype)
     header, tensors = read_independently(path)
     assert struct.unpack_from("<2i", path.read_bytes()) == (20240326, {"fp32": 3, "bf16": 5}[dtype])
@@ -118,9 +108,8 @@ def test_reads_a_file_written_by_others(tmp_path, version):
         struct.pack("<8i", 20240326, version, t, v, n, h, c, p).ljust(HEADER, b"\0") + body
     )
     model = gptjax.load_llmc(path)
-    config = model.config
-    assert (config.block_size, config.vocab_size, config.n_layer) == (t, v, n)
-    assert (config.n_head, config.n_embd, config.padded_vocab_size) == (h, c, p)
+    sizes = {"block_size": t, "vocab_size": v, "padded_vocab_size": p, "n_layer": n}
+    assert model.config == config_of(**sizes, n_head=h, n_embd=c)
     _, tensors = read_independently(path)
     for name, found in params(model).items():
         assert found.dtype == np.float32
@@ -136,7 +125,7 @@ def test_reads_a_file_written_by_others(tmp_path, version):
     ],
 )
 def test_round_trip_is_exact(tmp_path, shape):
-    model = random_model(**shape)
+    model = random_model(config_of(**shape))
     fp32, bf16, again = (tmp_path / name for name in ("fp32.bin", "bf16.bin", "again.bin"))
     gptjax.save_llmc(model, fp32)
     found = gptjax.load_llmc(fp32, recompute="block")
