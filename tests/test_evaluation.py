@@ -24,7 +24,7 @@ from evaluation_tools import (
 )
 
 from gptjax import parallel
-from gptjax.data import TokenizerUnavailable, find_dataset, get_tokenizer, write_shard
+from gptjax.data import find_dataset, write_shard
 from gptjax.evaluation import (
     EvaluationError,
     Row,
@@ -114,19 +114,6 @@ def test_sharded_parameters(both, scorer, monkeypatch):
     found = Scorer(CONFIG, params, sharded, 6 * BLOCK).score(rows)
     for score, expected in zip(found, scorer.score(rows), strict=True):
         np.testing.assert_allclose(score.log_prob, expected.log_prob, **CLOSE)
-
-
-def test_gpt2_tokens_in_batches_and_their_bytes():
-    try:
-        tokenizer = get_tokenizer("gpt2")
-    except TokenizerUnavailable as error:
-        pytest.skip(str(error))
-    texts = ["Hello, world", " naïve ☃\n\n", ""]
-    batch = tokenizer.encode_batch(texts)
-    for ids, text in zip(batch, texts, strict=True):
-        np.testing.assert_array_equal(ids, tokenizer.encode(text))
-        assert tokenizer.byte_lengths()[ids].sum() == len(text.encode())
-    assert tokenizer.byte_lengths().shape == (50257,) and tokenizer.byte_lengths()[50256] == 0
 
 
 def test_rows_that_cannot_be_scored(scorer):

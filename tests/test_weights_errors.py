@@ -103,27 +103,23 @@ def gone(name):
 
 
 NAMES = ("vocab_size", "n_positions", "n_layer", "n_head", "n_embd")
-WRONG = ("12", 12.0, True, None, -1, 0, float("nan"), [4], {})
+WRONG = ("\x1b[31m", 12.0, True, None, -1, 0, 10**30, float("nan"), [4], {})
 VALUES = [
-    ("activation_function", ("gelu", "relu", ["gelu_new"])),
-    ("scale_attn_by_inverse_layer_idx", (True,)),
-    ("scale_attn_weights", (False,)),
-    ("layer_norm_epsilon", (1e-6, "1e-5", float("nan"))),
-    ("tie_word_embeddings", (False, 1)),
-    ("add_cross_attention", (True,)),
-    ("n_inner", (24, 16.0, "\x1b")),
-    ("model_type", ("gpt_neo", "mistral", ["gpt2"], "\x1b]0;x\x07")),
+    ("activation_function", "gelu"),
+    ("scale_attn_by_inverse_layer_idx", True),
+    ("layer_norm_epsilon", float("nan")),
+    ("tie_word_embeddings", 1),
+    ("n_inner", 16.0),
+    ("model_type", ["gpt2"]),
+    ("model_type", "\x1b]0;x\x07"),
 ]
 GPT2 = [
     # config.json: sizes of a wrong type, other values, text that is no object
-    *((config(**{name: 10**30}), "model") for name in NAMES),
-    (config(n_embd="\x1b[31m"), "model"),
     (config(n_layer=10**18), r"expected 1\d+ layers, as in config.json, found 28 tensors"),
     (config(n_head=3), r"config\.json: .*n_embd=4 is not a multiple of n_head=3"),
     *(
         (config(**{name: x}), rf"json: expected {name} to be .* found {re.escape(repr(x))}")
-        for name, values in VALUES
-        for x in values
+        for name, x in VALUES
     ),
     (raw("config.json", b"{"), r"config\.json: Expecting property name"),
     (raw("config.json", b"[" * 10**5), "maximum recursion depth"),
@@ -170,14 +166,10 @@ LLMC = [
     (header(5, 3), "n_embd=4 is not a multiple of n_head=3"),
     (header(7, 10), "padded_vocab_size=10 is below vocab_size=11"),
     (header(4, 0), "n_layer must be .*at least 1, got 0"),
-    (header(4, -3), "n_layer must be .*at least 1, got -3"),
     *((header(at, HUGE, 7, HUGE + 1 if at == 3 else 128), r"\d{10,} bytes") for at in (2, 3, 4, 6)),
-    *((raw("model.bin", lambda b, n=n: b[:n]), CUT + str(n)) for n in (1024, 3072, 5135)),
+    (raw("model.bin", lambda b: b[:5135]), CUT + "5135"),
     (raw("model.bin", lambda b: b + b"\0\0"), CUT),
-    *(
-        (raw("model.bin", lambda b, n=n: b[:n]), f"header of 1024 bytes, found a file of {n}")
-        for n in (1000, 3, 0)
-    ),
+    (raw("model.bin", lambda b: b[:3]), "header of 1024 bytes, found a file of 3"),
     (fifo("model.bin"), "expected a regular file, found a FIFO"),
     (gone("model.bin"), r"model\.bin: No such file"),
 ]
@@ -207,7 +199,7 @@ def test_a_size_of_a_wrong_type_is_refused(copied):
         for value in WRONG:
             (folder / "config.json").write_text(before)
             edit_config(folder, **{name: value})
-            refused(folder, "gpt2", r"config\.json: |tensors ")
+            refused(folder, "gpt2", r"config\.json")
 
 
 def test_numbers_beyond_fp32_are_refused(copied):
