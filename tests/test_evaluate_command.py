@@ -119,7 +119,10 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
         ([], "expected --task or --harness, got neither"),
         (["--task", "hellaswag", "core", "--file", "x"], "--file is the file of one task"),
         (["--task", "loss", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--task", "loss", "--file", "x", "--dataset", "y"], "--file or --dataset, got both"),
+        (
+            ["--task", "loss", "--file", "x", "--dataset", "y"],
+            "file of one task, without --dataset",
+        ),
         (["--task", "loss", "--precision", "fp7"], "--precision must be one of fp32, "),
         (["--task", "loss", "--out", "none/x.json"], "must be a file in a folder that exists"),
         (["--task", "loss", "--file", "none.txt"], "none.txt: No such file or directory"),

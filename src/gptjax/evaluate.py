@@ -16,14 +16,7 @@ from rich.table import Table
 
 from gptjax import data, devices
 from gptjax.config import EVAL_TASKS, ConfigError
-from gptjax.evaluation import (
-    EvaluationError,
-    Scorer,
-    from_dataset,
-    from_file,
-    score_text,
-    tasks,
-)
+from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import command_line, exit_code, printable
@@ -75,14 +68,9 @@ class Evaluate(ModelOptions):
                 f"--task must be names of {', '.join(TASKS)}, got {wrong[0]!r}; other tasks: "
                 "python -m gptjax.evaluate RUN --harness mmlu"
             )
-        if self.file is not None:
-            if self.dataset != "auto":
-                raise EvaluationError(
-                    f"expected --file or --dataset, got both, {self.file} and "
-                    f"{self.dataset}; leave one out"
-                )
-            if len(self.task) != 1 and not {*self.task} <= {*TEXT_TASKS}:
-                raise EvaluationError("--file is the file of one task; set --data-dir for several")
+        one = len(self.task) == 1 or {*self.task} == {*TEXT_TASKS}
+        if self.file is not None and not (one and self.dataset == "auto"):
+            raise EvaluationError("--file is the file of one task, without --dataset")
         if self.limit is not None and self.limit < 1:
             raise EvaluationError(f"--limit must be at least 1, got {self.limit}")
         self.check_precision()
@@ -118,7 +106,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
         rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
 
     try:
-        if set(options.task) & {*TEXT_TASKS}:  # one pass for both metrics
+        if {*options.task} & {*TEXT_TASKS}:  # one pass for both metrics
             timed("windows", scorer, lambda: _score_text(options, scorer, tokenizer, console))
         for task, items in inputs.items():
             score = functools.partial(tasks.score, task, items, scorer, tokenizer, options.limit)
@@ -128,13 +116,8 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
 
             batch = options.batch_tokens and max(1, options.batch_tokens // scorer.max_length)
             lm = LM(model, tokenizer, batch, devices=used)
-            score = functools.partial(
-                evaluate_tasks,
-                *(lm, options.harness),
-                path=options.harness_path,
-                shots=options.shots,
-                limit=options.limit,
-            )
+            limits = {"shots": options.shots, "limit": options.limit, "path": options.harness_path}
+            score = functools.partial(evaluate_tasks, lm, options.harness, **limits)
             timed("harness", lm.scorer, score)
     except jax.errors.JaxRuntimeError as error:
         if not memory.is_full(error):
