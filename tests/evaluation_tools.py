@@ -103,31 +103,24 @@ def write_core(folder, count, seed=0):
     (folder / "eval_meta_data.csv").write_text(
         "Eval Task,Task Category,Random baseline\nchoices,x,25\nwinograd,x,50.0\nlambada,x,0\n"
     )
-    some = folder / "eval_data" / "some"
+    gold = lambda choices: int(rng.integers(choices))
     choices = [
-        {"query": words(rng, 2), "choices": [words(rng, rng.integers(1, 3)) for _ in range(4)]}
-        | {"gold": int(rng.integers(4))}
+        {"query": words(rng, 2), "gold": gold(4)}
+        | {"choices": [words(rng, rng.integers(1, 3)) for _ in range(4)]}
         for _ in range(count)
     ]
     # the first choice begins the second: after their common prefix it has no tokens
-    choices[0]["choices"] = [choices[0]["choices"][0], choices[0]["choices"][0] + "x"]
-    choices[0]["gold"] = 0
-    write_jsonl(some / "choices.jsonl", choices)
-    contexts = [[words(rng, 3), words(rng, 4)] for _ in range(count)]
-    write_jsonl(
-        some / "winograd.jsonl",
-        [
-            {"context_options": each, "continuation": words(rng, 2), "gold": int(rng.integers(2))}
-            for each in contexts
-        ],
-    )
-    write_jsonl(
-        some / "lambada.jsonl",
-        [
-            {"context": f" {words(rng, 4)} ", "continuation": words(rng, 1)[:1]}
-            for _ in range(count)
-        ],
-    )
+    choices[0] |= {"choices": [choices[0]["choices"][0] + end for end in ("", "x")], "gold": 0}
+    winograd = [
+        {"context_options": [words(rng, 3), words(rng, 4)], "continuation": words(rng, 2)}
+        | {"gold": gold(2)}
+        for _ in range(count)
+    ]
+    lambada = [
+        {"context": f" {words(rng, 4)} ", "continuation": words(rng, 1)[:1]} for _ in range(count)
+    ]
+    for name, items in {"choices": choices, "winograd": winograd, "lambada": lambada}.items():
+        write_jsonl(folder / "eval_data" / "some" / f"{name}.jsonl", items)
 
 
 def torch_text(model, ids):
