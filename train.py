@@ -33,7 +33,7 @@ from gptjax.parallel import put
 from gptjax.terminal import printable
 from gptjax.training import errors, init_from, memory, resume, samples
 from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
-from gptjax.training.compilation import Compiler, StageCompiler, StagedStep
+from gptjax.training.compilation import Compiler, StagedStep
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import locked
@@ -41,7 +41,7 @@ from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
 from gptjax.training.signals import StopRequest
 from gptjax.training.start_up_time import StartUpTime
-from gptjax.training.status_line import PipeConsole, elapsed, fitted
+from gptjax.training.status_line import PipeConsole, fitted
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
 from gptjax.weights import checkpoint_files
@@ -103,16 +103,14 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     say("compiling", "… usually less than a minute")
     threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
     step, compiler = start.step or 0, Compiler(cache_folder())
-    stages = StageCompiler(compiler, config, inputs, tx, abstract_state, parallel)
-    with elapsed(console):
-        stages.start(inputs.timeline.at(step).config)  # compiles in threads
-        if start.step is None:
-            first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
-        steps = StagedStep(stages, inputs.timeline, step, say)
+    steps = StagedStep(compiler, inputs, tx, abstract_state, parallel, step, say)
     stack.callback(steps.close)
+    if start.step is None:
+        first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
+    train_step, eval_step = steps.at(step)
     start_up.mark("compilation")
     say("compiled", compiler)
-    say("memory", memory.of_step(steps.at(step)[0], device))
+    say("memory", memory.of_step(train_step, device))
 
     # ------------------------------------------------------------ resume, init-from or from scratch
     # 1. The run's newest intact checkpoint: parameters, optimizer state, position in the data.
@@ -159,7 +157,6 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         return bool(every) and (last or step % every == 0)
 
     # ------------------------------------------------------------------------------------- the loop
-    train_step, eval_step = steps.at(step)
     with errors.of_training(progress, checkpoints), progress:
         if config.val_every and start.step is None:
             validate()
@@ -185,7 +182,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
                     save()  # before code of the model that may run for the first time
                     saved = step
                 if wants_fp8_clipping:
-                    progress.fp8_clipping(step, stages.fp8_clipping(own.model, state, batch))
+                    progress.fp8_clipping(step, steps.fp8_clipping(state, batch))
                 if wants_eval:
                     progress.evaluated(step, evaluations.results(state.params, own.model))
                 if wants_sample:

@@ -6,19 +6,22 @@ import threading
 
 import jax
 import numpy as np
+import optax
 import pytest
 from dataset_tools import tokens_of
-from train_tools import last_state, losses, rows, run, train_py
+from train_tools import last_state, losses, rows, run
 
 from gptjax import config as configuration
 from gptjax.cli import from_command_line
 from gptjax.config import Config, ConfigError, Stage
 from gptjax.optim import NorMuonConfig
+from gptjax.parallel import Parallel
 from gptjax.precision import Precision
 from gptjax.timeline import Timeline
 from gptjax.training import compilation, status_line
-from gptjax.training.errors import StoppedError
+from gptjax.training.compilation import StagedStep
 from gptjax.training.inputs import Batches, Inputs
+from gptjax.training.step import init_state
 from gptjax.weights import checkpoint_files
 
 # The fixture `config`.
@@ -156,18 +159,16 @@ def test_the_windows_of_a_stage(staged):
             | {"stages": (Stage(until=3), Stage(max_document_length=8))},
             "--data-order sequential needs max_document_length in all stages, or in none",
         ),
+        (
+            {"stages": (Stage(until=6), Stage(batch_tokens=320))},
+            "stage 2 of 2: --batch-tokens 320 is not a multiple",
+        ),
     ],
 )
 def test_stages_that_cannot_be_are_refused(staged, changes, says):
-    with pytest.raises(ConfigError, match=says):
-        dataclasses.replace(staged, **changes)
-
-
-def test_a_batch_that_does_not_divide_names_its_stage(staged):
-    stage, says = Stage(batch_tokens=320), "--batch-tokens 320 is not a multiple"
     mesh = jax.make_mesh((1,), ("data",), devices=jax.devices("cpu")[:1])
-    with pytest.raises(ConfigError, match=f"stage 2 of 2: {says}"):
-        Inputs.find(dataclasses.replace(staged, stages=(Stage(until=6), stage)), mesh)
+    with pytest.raises(ConfigError, match=says):
+        Inputs.find(dataclasses.replace(staged, **changes), mesh)
 
 
 def test_the_config_of_a_step_and_its_json(staged):
@@ -197,14 +198,8 @@ def test_stages_on_the_command_line():
     stages = ['{"until": 5, "batch_tokens": 2048}', '{"learning_rate_factor": 0.5}']
     expected = (Stage(until=5, batch_tokens=2048), Stage(learning_rate_factor=0.5))
     assert from_command_line([*command, *stages]).stages == expected
-    for text, says in (
-        ('{"untill": 5}', "--stages: expected the fields .* micro_batch, .*, got"),
-        ("{5", "--stages: expected a JSON object, got '{5'"),
-        ('{"learning_rate_factor": NaN}', "factor must be above 0 and finite in fp32, got nan"),
-        ('{"until": 0}', "--stages.until must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            from_command_line([*command, text, "--max-steps", "12"])
+    with pytest.raises(ConfigError, match="--stages: expected the fields .* micro_batch, .*, got"):
+        from_command_line([*command, '{"untill": 5}'])
 
 
 def test_the_factor_multiplies_what_is_above_the_final_learning_rate():
@@ -240,55 +235,50 @@ def test_the_factor_multiplies_every_learning_rate_and_nothing_else():
         assert float(staged["momentum"](step)) == float(plain["momentum"](step))
 
 
-def test_a_later_stage_that_cannot_be_compiled_stops_the_run(staged, monkeypatch):
-    def compile_to_fit(compile_step, config, device):
-        if config.sequence_length == 16:
-            assert may_fail.wait(60)
-            raise ValueError("expected a multiple of 96\nDetails")
-        return real(compile_step, config, device)
+@pytest.fixture
+def begin(staged, monkeypatch):
+    """Return `StagedStep` with another function that compiles a stage."""
 
-    def write(self, kind, step, tokens, **fields):
-        if step == 7:
-            may_fail.set()
+    def begin(compile_stage, step=0, say=lambda *line: None):
+        monkeypatch.setattr(StagedStep, "_start", lambda *stage: None)
+        monkeypatch.setattr(StagedStep, "_compile", lambda self, config: compile_stage(config))
+        one, tx = Parallel.of(jax.devices("cpu")[:1]), optax.identity()
+        state = jax.eval_shape(lambda: init_state(staged.model, tx, 0))
+        inputs = Inputs.find(staged, one.mesh)
+        steps = StagedStep(compilation.Compiler(None), inputs, tx, state, one, step, say)
+        return steps, steps.at(step)
 
-    real, may_fail = compilation.compile_to_fit, threading.Event()
-    monkeypatch.setattr(compilation, "compile_to_fit", compile_to_fit)
-    monkeypatch.setattr(train_py.RunLog, "write", write)
-    expected = (
-        r"stopped at step (8|9): stage 3 of 3: ValueError: expected a multiple of 96; there is no "
-        r"checkpoint yet"
-    )
-    with pytest.raises(StoppedError, match=expected):
-        run(staged)
+    return begin
 
 
-def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(staged, monkeypatch):
+def test_an_error_of_a_later_stage_is_raised_as_soon_as_it_is_known(begin, monkeypatch):
     def compile_stage(config):
         if config.sequence_length == 16 and fails:
-            raise ConfigError("a step needs more")
+            raise ValueError("expected a multiple of 96\nDetails")
         return compiled
 
-    def begin():
-        steps = compilation.StagedStep(compile_stage, Timeline(staged), 0, lambda *line: None)
+    def compile_all():
+        steps, _ = begin(compile_stage)
         steps._thread.shutdown()  # after all stages
         return steps
 
+    says = "^stage 3 of 3: ValueError: expected a multiple of 96$"
     compiled, fails = (jax.jit(lambda x: x).lower(0).compile(), max), True
-    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
-        begin().at(1)
+    with pytest.raises(ConfigError, match=says):
+        compile_all().at(1)
     # With several processes, at the first step of the stage and in all processes.
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(compilation.processes, "exchange", lambda value: [value, others])
     fails, others = False, None
-    steps = begin()
+    steps = compile_all()
     assert steps.at(5) == steps.at(6) == compiled
-    others = "a step needs more"
+    others = "ValueError: expected a multiple of 96"
     assert steps.at(8) == compiled
-    with pytest.raises(ConfigError, match="^stage 3 of 3: a step needs more"):
+    with pytest.raises(ConfigError, match=says):
         steps.at(9)
 
 
-def test_later_stages_are_compiled_while_the_first_runs(staged):
+def test_later_stages_are_compiled_while_the_first_runs(staged, begin):
     started, may_end, said = [], threading.Event(), []
     timeline = Timeline(staged)
 
@@ -298,19 +288,15 @@ def test_later_stages_are_compiled_while_the_first_runs(staged):
         assert number == 1 or may_end.wait(60)
         return jax.jit(lambda x: x + number).lower(0).compile(), max
 
-    steps = compilation.StagedStep(compile_stage, timeline, 0, lambda *line: said.append(line))
+    steps, _ = begin(compile_stage, say=lambda *line: said.append(line))
     assert [int(steps.at(step)[0](0)) for step in range(6)] == [1] * 6
     may_end.set()
     assert [int(steps.at(step)[0](0)) for step in range(6, 12)] == [2] * 3 + [3] * 3
-    assert started == [1, 2, 3] and [text[:14] for _, text in said] == [
-        "2, from step 6",
-        "3, from step 9",
-    ]
-    steps.close()
+    assert started == [1, 2, 3]
+    assert [text[:14] for _, text in said] == ["2, from step 6", "3, from step 9"]
     # A run that resumes does not compile the stages before its own.
     started.clear()
-    steps = compilation.StagedStep(compile_stage, timeline, 9, lambda *line: None)
-    assert int(steps.at(9)[0](0)) == 3 and started == [3]
+    steps, (first, _) = begin(compile_stage, step=9)
+    assert int(first(0)) == 3 and started == [3]
     # Unless the newest checkpoint is damaged and the one before is of an earlier stage.
     assert int(steps.at(8)[0](0)) == 2 and int(steps.at(9)[0](0)) == 3
-    steps.close()

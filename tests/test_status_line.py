@@ -6,7 +6,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from gptjax.training.status_line import StatusLine, elapsed, fitted
+from gptjax.training.status_line import StatusLine, fitted
 
 
 class Clock:
@@ -141,16 +141,6 @@ def test_an_error_inside_leaves_the_terminal_usable():
         raise KeyboardInterrupt
     assert (sys.stdout, sys.stderr) == before
     assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
-
-
-def test_the_elapsed_time_is_shown_on_a_terminal_only():
-    for terminal in (True, False):
-        console = Console(file=io.StringIO(), width=80, force_terminal=terminal)
-        with elapsed(console):
-            shown = console.file.getvalue()
-            # A signal that ends the process now leaves a visible cursor.
-            assert shown.rfind("\x1b[?25h") >= shown.rfind("\x1b[?25l")
-        assert ("0:00:00" in console.file.getvalue()) == terminal
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,11 @@ FAULTS = {
         1,
         f"^error: stopped at step 9: changed; {KEPT}",
     ),
+    "a later stage": (
+        at_step_9(compilation.StagedStep, "at", raising(ConfigError("stage 2 of 2"))),
+        1,
+        f"^error: stopped at step 9: stage 2 of 2; {KEPT}",
+    ),
     "memory": (
         at_step_9(train_py.Progress, "submit", raising(FULL)),
         1,

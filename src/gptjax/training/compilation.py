@@ -17,7 +17,7 @@ from gptjax.data import Batch
 from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import Parallel
 from gptjax.terminal import first_line
-from gptjax.timeline import Timeline
+from gptjax.timeline import Span
 from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
 from gptjax.training.step import (
@@ -155,33 +155,36 @@ def compile_to_fit(
     )
 
 
-class StageCompiler:
-    """Compile the training and validation steps of a stage.
+class StagedStep:
+    """The compiled training and validation steps of each stage.
 
-    Stages with one model and one shape of the batch share an executable.
+    Stages with one model and one shape of the batch share an executable. The compilation of the
+    first stage begins at once, and ends at the first call of `at`. Then later stages are compiled
+    one after another in a thread. Tracing in this thread ignores `with` statements around it.
 
     Args:
         compiler: compiles the executables.
-        config: the run's config.
-        inputs: shapes of the batches.
+        inputs: stages of the run, and shapes of the batches.
         tx: the optimizer of all stages.
         state: the training state as `jax.ShapeDtypeStruct`s with shardings.
         parallel: devices and strategy.
+        step: first step of the run.
+        say: prints a name and a text.
     """
 
     def __init__(
         self,
         compiler: Compiler,
-        config: Config,
         inputs: Inputs,
         tx: optax.GradientTransformation,
         state: TrainState,
         parallel: Parallel,
+        step: int,
+        say: Callable[[str, object], object],
     ):
-        o = config.optimizer
+        o = inputs.config.optimizer
         update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-        update |= {"loss_reduction": config.loss_reduction, "parallel": parallel}
-        self._inputs, self._device = inputs, processes.local([*parallel.mesh.devices.flat])[0]
+        update |= {"loss_reduction": inputs.config.loss_reduction, "parallel": parallel}
 
         @functools.cache
         def start_train(model: ModelConfig, batch: Batch):
@@ -201,72 +204,34 @@ class StageCompiler:
             return jax.jit(counts, compiler_options=compiler_options())
 
         self._start_train, self._start_eval, self._clipping = start_train, start_eval, clipping
+        self._inputs, self._timeline, self._say = inputs, inputs.timeline, say
+        self._device = processes.local([*parallel.mesh.devices.flat])[0]
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._span: Span | None = None
+        self._later: dict[int, Future] = {}
+        self._start(self._timeline.at(step).config)
 
-    def __call__(self, stage: Config) -> tuple[Callable, Callable]:
-        """Return both executables for the config of a stage.
-
-        Raises:
-            ConfigError: as in `compile_to_fit`.
-        """
-        evaluated = self.start(stage)
-        step = compile_to_fit(lambda size: self._train(stage, size).result(), stage, self._device)
-        return step, evaluated.result()
-
-    def start(self, stage: Config) -> Future[jax.stages.Compiled]:
+    def _start(self, stage: Config) -> Future[jax.stages.Compiled]:
         """Compile both executables in threads; return the future of the second."""
         self._train(stage, stage.micro_batch)
         return self._start_eval(stage.model)
 
     def _train(self, stage: Config, micro_batch: int) -> Future[jax.stages.Compiled]:
-        batch = self._inputs.abstract_train_batch(stage, micro_batch)
-        return self._start_train(stage.model, batch)
+        return self._start_train(stage.model, self._inputs.abstract_train_batch(stage, micro_batch))
 
-    def fp8_clipping(self, model: ModelConfig, state: TrainState, batch: Batch) -> dict[str, float]:
-        """Return the share of the clipped numbers of each FP8 operand."""
-        shares = self._clipping(model)(state.params, batch, state.step)
-        return {name: x.item() for name, x in jax.device_get(shares).items()}
-
-
-class StagedStep:
-    """The compiled training and validation steps of each stage.
-
-    Later stages are compiled one after another in a thread, while the first stage runs. Tracing in
-    this thread ignores `with` statements around the class.
-
-    Args:
-        compile_stage: returns both executables for the config of a stage, or raises an error.
-        timeline: the stages of the run.
-        step: first step of the run.
-        say: prints a name and a text.
-
-    Raises:
-        ConfigError: the first stage's step does not fit into the device's memory.
-    """
-
-    def __init__(
-        self,
-        compile_stage: Callable[[Config], tuple[Callable, Callable]],
-        timeline: Timeline,
-        step: int,
-        say: Callable[[str, object], object],
-    ):
-        self._timeline, self._compile, self._say = timeline, compile_stage, say
-        self._span = timeline.at(step)
-        self._current = compile_stage(self._span.config)
-        self._thread = ThreadPoolExecutor(max_workers=1)
-        self._later = {
-            span.number: self._thread.submit(compile_stage, span.config)
-            for span in timeline.spans
-            if span.begin > step
-        }
+    def _compile(self, stage: Config) -> tuple[Callable, Callable]:
+        """Return both executables of a stage. Raise ConfigError as `compile_to_fit` does."""
+        evaluated = self._start(stage)
+        step = compile_to_fit(lambda size: self._train(stage, size).result(), stage, self._device)
+        return step, evaluated.result()
 
     def at(self, step: int) -> tuple[Callable, Callable]:
         """Return the executables of a step, after waiting for them at a stage's first step.
 
         Raises:
-            ConfigError: a later stage cannot be compiled, or its step does not fit. The error is
-                raised after the compilation; with several processes, at the stage's first step
-                and in all processes.
+            ConfigError: a stage cannot be compiled, or its step does not fit. The error of a later
+                stage is raised after its compilation; with several processes, at the stage's first
+                step and in all processes.
         """
         span = self._timeline.at(step)
         # Several processes must stop at the same step, but compile at different speeds.
@@ -274,13 +239,24 @@ class StagedStep:
         for number, compiled in self._later.items():
             if number == span.number or (early and compiled.done()):
                 self._check(number, compiled)
-        if span.number != self._span.number:
+        if span is not self._span:
             compiled = self._later.pop(span.number, None)
             # A run that resumes from an older checkpoint may begin in an earlier stage.
             self._current = compiled.result() if compiled else self._compile(span.config)
-            self._span, needed = span, needed_bytes(self._current[0]) / GIB
-            self._say("stage", f"{span.number}, from step {step}: {needed:.2f} GiB for a step")
+            if self._span is None:
+                later = [one for one in self._timeline.spans if one.begin > step]
+                submit = self._thread.submit
+                self._later = {one.number: submit(self._compile, one.config) for one in later}
+            else:
+                needed = needed_bytes(self._current[0]) / GIB
+                self._say("stage", f"{span.number}, from step {step}: {needed:.2f} GiB for a step")
+            self._span = span
         return self._current
+
+    def fp8_clipping(self, state: TrainState, batch: Batch) -> dict[str, float]:
+        """Return the share of the clipped numbers of each FP8 operand, in the current stage."""
+        shares = self._clipping(self._span.config.model)(state.params, batch, state.step)
+        return {name: x.item() for name, x in jax.device_get(shares).items()}
 
     def close(self) -> None:
         """Cancel stages that are not compiled yet; wait for a running compilation."""

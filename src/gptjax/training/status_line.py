@@ -1,15 +1,13 @@
 """Console and live status line of a run."""
 
-import contextlib
 import errno
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rich.console import Console
 from rich.live import Live
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from gptjax.terminal import wrapped
@@ -38,16 +36,6 @@ def fitted(console: Console, text: str, indent: int) -> str:
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return text
     return wrapped(text, console.width, " " * indent)
-
-
-@contextlib.contextmanager
-def elapsed(console: Console) -> Iterator[None]:
-    """Show the time since the start of the block, on a terminal and until the block ends."""
-    columns, off = (TextColumn(" " * 11), TimeElapsedColumn()), not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=off) as clock:
-        console.show_cursor(True)  # a signal may end the process inside the block
-        clock.add_task("")
-        yield
 
 
 class StatusLine:
