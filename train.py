@@ -28,20 +28,19 @@ from rich.console import Console
 
 from gptjax import cli, devices, processes
 from gptjax.config import Config
-from gptjax.evaluation.tasks import Evaluations
 from gptjax.parallel import put
 from gptjax.terminal import printable
-from gptjax.training import errors, init_from, memory, resume, samples
+from gptjax.training import errors, init_from, memory, resume
 from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StagedStep
+from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import locked
 from gptjax.training.progress import Progress, draw_losses
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
 from gptjax.training.signals import StopRequest
-from gptjax.training.start_up_time import StartUpTime
-from gptjax.training.status_line import PipeConsole, fitted
+from gptjax.training.status_line import PipeConsole, StartUpTime, fitted
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
 from gptjax.weights import checkpoint_files
@@ -75,9 +74,9 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     start_up.mark("devices")
 
     # ----------------------------------------------------------------------------------------- data
-    inputs = Inputs.find(config, parallel.mesh, resumed=start.step is not None)
+    inputs = Inputs.find(config, parallel.mesh)
     devices.reserve_memory(used)  # after the checks of the data
-    evaluations = Evaluations(config, inputs.dataset.tokenizer, parallel)
+    evaluations = Evaluations(config, inputs.tokenizer, parallel)
     warn = functools.partial(say, "WARNING")
     stack.enter_context(locked(config.run_dir, warn))
     if source:
@@ -186,7 +185,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
                 if wants_eval:
                     progress.evaluated(step, evaluations.results(state.params, own.model))
                 if wants_sample:
-                    progress.sampled(step, samples.draw(own, inputs, parallel, state, step))
+                    progress.sampled(step, evaluations.sample(own.model, state, step))
                 progress.pause()
             checkpoints.check()
         read_metrics()

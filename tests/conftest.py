@@ -73,7 +73,7 @@ QUICK = {
     *("test_low_precision", "test_memory", "test_outliers", "test_params", "test_partition"),
     *("test_manual", "test_precision", "test_public_names", "test_run_log", "test_schedules"),
     "test_parallel::test_the_sharded_axis",
-    *("test_shards", "test_start_up_time", "test_status_line", "test_tokenizers"),
+    *("test_shards", "test_status_line", "test_tokenizers"),
     "test_result_tables",
     *("test_attention::test_packed_is_unpacked", "test_attention::test_errors"),
     "test_attention_triton::test_masks_over_every_kind_of_block[fused-{'window': 17}]",

@@ -2,11 +2,12 @@
 
 import io
 import sys
+import time
 
 import pytest
 from rich.console import Console
 
-from gptjax.training.status_line import StatusLine, fitted
+from gptjax.training.status_line import StartUpTime, StatusLine, fitted
 
 
 class Clock:
@@ -141,6 +142,16 @@ def test_an_error_inside_leaves_the_terminal_usable():
         raise KeyboardInterrupt
     assert (sys.stdout, sys.stderr) == before
     assert console.file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_the_parts_of_the_start_have_no_gap_between_them(monkeypatch):
+    now = iter([12.0, 15.0, 15.5, 16.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(now))
+    start_up = StartUpTime(10.0)
+    for part in ("imports", "data", "imports", "state"):
+        start_up.mark(part)
+    assert start_up.seconds == {"imports": 2.5, "data": 3.0, "state": 0.5}
+    assert str(start_up) == "after 6.0 s: imports 2.5, data 3.0, state 0.5"
 
 
 @pytest.mark.parametrize(

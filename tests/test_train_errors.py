@@ -92,7 +92,6 @@ def test_a_run_that_cannot_be_resumed_is_refused(config, tmp_path):
             {"seed": 5},
             r"(?s)begun with another config:.*--seed: the checkpoint has 0, now 5.*--nam",
         ),
-        ({"micro_batch": 3}, "choose another number of devices or --micro-batch 1"),
         ({"max_steps": 7}, "--max-steps 7: the checkpoint's schedule .* step 6"),
         ({"dataset": str(other)}, "was trained on other data"),
     ):
@@ -162,7 +161,7 @@ def test_an_error_in_the_first_sample_loses_no_step(config, monkeypatch):
     def fail(*_):
         KVCache.of_prompt().extended(8, jnp.zeros(1, jnp.int32))
 
-    monkeypatch.setattr(train_py.samples, "draw", fail)
+    monkeypatch.setattr(train_py.Evaluations, "sample", fail)
     config = dataclasses.replace(config, max_steps=6, sample_every=6, checkpoint_every=6)
     with pytest.raises(TypeError, match=r"hidden\(tokens, cache\) to call cache\[i\].attend"):
         run(config)

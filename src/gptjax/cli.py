@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import os
 import sys
 import traceback
 import typing
@@ -168,14 +169,10 @@ def load(path: Path) -> Config:
         ConfigError: the file is missing, unreadable or not Python, it raises, or its `config` is
             missing or not a `Config`. The message names the line if it is known.
     """
-    try:
-        if not path.exists():
-            known = ", ".join(sorted(map(str, path.parent.glob("*.py"))))
-            raise ConfigError(f"no config file {path}" + (f"; there are: {known}" if known else ""))
-        if not path.is_file() or path.suffix != ".py":
-            raise ConfigError(f"--config must be a Python file, NAME.py, got {path}")
-    except OSError as error:  # the name is too long, or a folder is not readable
-        raise ConfigError(f"--config {path} cannot be read: {error.strerror}") from error
+    if not os.path.isfile(path) or path.suffix != ".py":
+        known = ", ".join(sorted(map(str, path.parent.glob("*.py"))))
+        there = f"; there are: {known}" if known else ""
+        raise ConfigError(f"--config must be a Python file, NAME.py, got {path}{there}")
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     # As for a script, the config may import modules in its folder. The folder is removed from

@@ -306,11 +306,8 @@ class Config:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""
         return Parallel.of(devices, self.parallel, self.reduce_dtype)
 
-    def micro_batches(self, devices: int, *, resumed: bool = False) -> int:
+    def micro_batches(self, devices: int) -> int:
         """Return the number of micro-batches of a step on `devices` devices.
-
-        Args:
-            resumed: whether the run resumes from a checkpoint, whose batch_tokens cannot change.
 
         Raises:
             ConfigError: batch_tokens is not a multiple of a micro-batch's tokens; the message names
@@ -320,8 +317,6 @@ class Config:
         if self.batch_tokens % tokens:
             nearest = self.batch_tokens // tokens * tokens
             choices = [str(n) for n in (nearest + tokens, nearest) if n]
-            if resumed:
-                choices = ["another number of devices"]
             per_device, rest = divmod(self.batch_tokens, self.sequence_length * devices)
             if not rest:
                 choices.append(f"--micro-batch {math.gcd(self.micro_batch, per_device)}")
@@ -339,8 +334,8 @@ class Config:
 
 
 # Fields of Config that may differ between a checkpoint and the command that resumes it: these
-# fields do not change what the model learns. `operational` adds fields of the model.
-OPERATIONAL = frozenset(
+# fields do not change what the model learns. The model's config adds its own.
+_OPERATIONAL = frozenset(
     "name runs_dir data_dir dataset resume init_from device parallel distributed max_steps "
     "micro_batch val_every val_tokens eval_tasks eval_every sample_every checkpoint_every "
     "keep_last keep_every wandb deterministic".split()
@@ -353,11 +348,6 @@ _FORMER = frozenset(
 )
 # Last commit with all options of older checkpoints.
 _READS_OLDER = "6811bb8"
-
-
-def operational(config: Config) -> frozenset[str]:
-    """Return the fields that may differ between a checkpoint and the command that resumes it."""
-    return OPERATIONAL | _FORMER | {f"model.{name}" for name in config.model.operational}
 
 
 def changeable(config: Config) -> frozenset[str]:
@@ -406,16 +396,6 @@ def model_from_json(
         raise ConfigError(str(error)) from error
 
 
-def defaults(config: Config) -> dict[str, Any]:
-    """Return the default of each option, for the model and optimizer classes of `config`.
-
-    The result has the form of `to_json`. The default optimizer is AdamW, for any optimizer of
-    `config`.
-    """
-    flat = _flat(Config(), type(config.model)(), type(config.optimizer)())
-    return flat | {"optimizer.algorithm": OptimizerConfig.name}
-
-
 def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {"optimizer.algorithm": optimizer.name}
     for prefix, part in (("", config), ("model.", model), ("optimizer.", optimizer)):
@@ -431,7 +411,7 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
 def differences(saved: Any, config: Config) -> list[str]:
     """Describe the fields in which a checkpoint's config differs from `config`, one line per field.
 
-    `operational` fields may differ. With `--resume with_changes`, `changeable` fields may also
+    Operational fields may differ. With `--resume with_changes`, `changeable` fields may also
     differ. If all lines are about changeable fields, a last line names this option.
 
     Raises:
@@ -472,19 +452,22 @@ def changes(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
 def _differences(saved: Any, config: Config) -> dict[str, tuple[Any, Any]]:
     """Return {name: (old, new)} of the fields that differ, except operational ones.
 
-    An option that the checkpoint lacks counts as the option's default. Options that only other
-    algorithms have are left out: they have no effect.
+    An option that the checkpoint lacks counts as the option's default, for the classes of the
+    config's model and optimizer. Options that only other algorithms have are left out: they have no
+    effect.
     """
     if not isinstance(saved, dict):
         raise ConfigError(f"expected the checkpoint's config as a JSON object, got {saved}")
     now = to_json(config)
     kinds = (*ALGORITHMS.values(), type(config.optimizer))
     options = {f"optimizer.{f.name}" for kind in kinds for f in dataclasses.fields(kind)}
-    saved = defaults(config) | saved
+    default = _flat(Config(), type(config.model)(), type(config.optimizer)())
+    saved = {**default, "optimizer.algorithm": OptimizerConfig.name, **saved}
     if saved.get("overfit_one_batch") is False:  # former option
         del saved["overfit_one_batch"]
     for flat in (saved, now):
         flat["stages"] = [{**stage, "micro_batch": None} for stage in flat["stages"]]
-    compared = saved.keys() - operational(config) - (options - now.keys())
+    operational = {f"model.{name}" for name in config.model.operational}
+    compared = saved.keys() - _OPERATIONAL - _FORMER - operational - (options - now.keys())
     pairs = {name: (saved[name], now.get(name)) for name in compared}
     return {name: (old, new) for name, (old, new) in pairs.items() if old != new}

@@ -106,11 +106,6 @@ def check_fields(options: Any, prefix: str = "") -> None:
             raise ValueError(
                 f"{option} must be valid UTF-8 without control characters, got {str(value)!r}"
             )
-    check_ranges(options, prefix)
-
-
-def check_ranges(options: Any, prefix: str = "") -> None:
-    """Check the range of each number. Args and errors are those of `check_fields`."""
     for name, interval in ranges(type(options)).items():
         value = getattr(options, name)
         if value is not None and not interval.low <= value <= interval.high:  # NaN too

@@ -23,7 +23,7 @@ class Inputs:
 
     Attributes:
         dataset: shards of both splits.
-        tokenizer: decodes samples; None if the run draws no samples.
+        tokenizer: for samples and evaluation tasks; None if the run has neither.
         val_batch: sequences of a validation batch, over all devices.
         eot: id that begins each document, with `config.separate_documents`; else None.
         packed: number of windows in each order of windows (`Span.order`) that packs documents.
@@ -38,11 +38,8 @@ class Inputs:
     packed: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def find(cls, config: Config, mesh: Mesh, *, resumed: bool = False) -> "Inputs":
+    def find(cls, config: Config, mesh: Mesh) -> "Inputs":
         """Find the dataset that the config names, and check that it fits the run.
-
-        Args:
-            resumed: whether the run resumes from a checkpoint.
 
         Raises:
             ConfigError: the batch is not divisible by the devices, samples cannot be decoded, the
@@ -54,17 +51,18 @@ class Inputs:
         for span in timeline.spans:
             lengths.append(span.config.sequence_length)
             try:
-                span.config.micro_batches(mesh.size, resumed=resumed)
+                span.config.micro_batches(mesh.size)
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
         dataset = data.find_dataset(config.dataset, config.data_dir)
         dataset = _checked_tokenizer(config, dataset)
         dataset.validate(config.model.vocab_size, max(lengths))
         try:
-            tokenizer = data.get_tokenizer(dataset.tokenizer) if config.sample_every else None
+            texts = config.sample_every or config.eval_every
+            tokenizer = data.get_tokenizer(dataset.tokenizer) if texts else None
         except data.TokenizerUnavailable as error:
             raise ConfigError(
-                f"samples cannot be decoded: {error}; or train without samples: --sample-every 0"
+                f"{error}; or train without texts: --sample-every 0 --eval-every 0"
             ) from error
         val_batch = _val_batch(timeline, dataset, mesh.size)
         eot = _eot(config, dataset)

@@ -137,13 +137,9 @@ class NoLog(RunLog):
         self.path = Path(run_dir) / "log.jsonl"
 
     def write(self, *_: Any, **__: Any) -> None:
-        """Do nothing."""
+        """Do nothing, as `sync` and `close`."""
 
-    def sync(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    sync = close = write
 
 
 class _Events:
