@@ -48,20 +48,18 @@ def state_of(tx, config=CONFIG, seed=0):
     return init_state(config, tx, seed)
 
 
-@functools.cache
-def compiled_first_state(config):
-    """Return AdamW's transformation, and `init_state` as a function of the seed."""
-    tx = optim.adamw(optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10))
-    return tx, jax.jit(lambda seed: init_state(config, tx, seed))
-
-
-def check_the_first_state(monkeypatch, config, seed):
+@pytest.mark.parametrize(
+    "seed", [7, 2**40 + 3, pytest.param(7, marks=pytest.mark.gpu)], ids=["7", "2**40 + 3", "gpu"]
+)
+def test_the_first_state_is_the_model_of_its_seed_bit_for_bit(monkeypatch, seed, request):
     """`init_state`, compiled and not, against the model made operation by operation.
 
     Not with `jax.nn.initializers.normal`: since JAX 0.12 that is one compiled program, which rounds
     otherwise.
     """
-    tx, first_state = compiled_first_state(config)
+    gpu = request.node.get_closest_marker("gpu")
+    config = GPT2Config(n_layer=3) if gpu else dataclasses.replace(CONFIG, n_layer=3)
+    tx = optim.adamw(optim.schedule("constant", peak=1e-2, warmup_steps=0, total_steps=10))
     plain = lambda key, shape, *, std, dtype: (
         jax.random.normal(key, shape, dtype) * jnp.array(std, dtype)
     )
@@ -69,33 +67,16 @@ def check_the_first_state(monkeypatch, config, seed):
         patch.setattr(gpt2, "normal", plain)
         patch.setattr(layers, "normal", plain)
         params = nnx.to_pure_dict(nnx.split(gpt2.GPT2(config, rngs=nnx.Rngs(seed)), nnx.Param)[1])
-    expected = {
-        "params": params,
-        "opt_state": tx.init(params),
-        "rng": jax.random.key_data(jax.random.key(seed)),
-    }
-    compiled = first_state(np.uint32(seed % 2**32))
+    expected = params, tx.init(params), jax.random.key_data(jax.random.key(seed))
+    compiled = jax.jit(lambda seed: init_state(config, tx, seed))(np.uint32(seed % 2**32))
     for state in (compiled, init_state(config, tx, seed)):
-        found = {name: getattr(state, name) for name in expected}
+        found = state.params, state.opt_state, state.rng
         assert jax.tree.structure(found) == jax.tree.structure(expected)
-        for (path, a), b in zip(
-            jax.tree.leaves_with_path(expected), jax.tree.leaves(found), strict=True
-        ):
-            assert (a.dtype, a.shape) == (b.dtype, b.shape) and np.asarray(
-                a
-            ).tobytes() == np.asarray(b).tobytes(), path
+        for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(found), strict=True):
+            a, b = np.asarray(a), np.asarray(b)
+            assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
         rest = (state.step, state.loss_window, state.grad_norm_window)
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(rest))
-
-
-@pytest.mark.parametrize("seed", [7, 2**40 + 3])
-def test_the_first_state_is_the_model_of_its_seed_bit_for_bit(monkeypatch, seed):
-    check_the_first_state(monkeypatch, dataclasses.replace(CONFIG, n_layer=3), seed)
-
-
-@pytest.mark.gpu
-def test_the_first_state_is_the_model_of_its_seed_bit_for_bit_on_a_gpu(monkeypatch):
-    check_the_first_state(monkeypatch, GPT2Config(n_layer=3), 7)
 
 
 @pytest.mark.parametrize("split", [(2, 4), (8, 1)])
@@ -105,12 +86,8 @@ def test_any_split_of_a_batch_gives_one_loss_and_gradient(split):
     loss, grads = gradient(params, windows(1, 8).reshape(*split, -1))
     # fp32: sums of the same numbers in another order.
     np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
-    for (path, a), b in zip(
-        jax.tree_util.tree_leaves_with_path(whole), jax.tree.leaves(grads), strict=True
-    ):
-        np.testing.assert_allclose(
-            b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()), err_msg=str(path)
-        )
+    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()))
 
 
 def test_gradients_accumulate_in_fp32_whatever_the_precision():
@@ -195,13 +172,11 @@ def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     state = dataclasses.replace(state, loss_window=full, grad_norm_window=full)
     after, metrics = step(state, windows(1, 4))
     assert int(metrics["skipped"]) == 1 and float(metrics[which.removeprefix("skip_")]) > 3
-    assert all(
-        jax.tree.leaves(jax.tree.map(lambda a, b: bool((a == b).all()), after.params, state.params))
-    )
-    moments = lambda s: [x for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.float32]  # noqa: E731
-    assert all(bool((a == b).all()) for a, b in zip(moments(after), moments(state), strict=True))
-    counts = lambda s: [int(x) for x in jax.tree.leaves(s.opt_state) if x.dtype == jnp.int32]  # noqa: E731
-    assert counts(after) == [count + 1 for count in counts(state)], "of the learning rate"
+    for new, old in zip(
+        *(jax.tree.leaves((s.params, s.opt_state)) for s in (after, state)), strict=True
+    ):
+        count = new.dtype == jnp.int32  # of the learning rate
+        np.testing.assert_array_equal(new, old + 1 if count else old)
     assert int(after.step) == 1 and int(after.loss_window.count) == WINDOW + 1
     _, never = adamw_step()
     moved, metrics = never(state, windows(1, 4))
@@ -218,64 +193,57 @@ def test_evaluation_is_the_loss_without_an_update():
 # --------------------------------------------------------------------------------------- on an H200
 
 
-def kernels_of(text):
-    """How often the program launches each Triton kernel, by name, and Mosaic's, which are lowered
-    once each and called."""
-    assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
-    found = collections.Counter(re.findall(r"custom_call @(\w+)", text))
-    found["mosaic"] = len(re.findall(r"call @(?:forward|backward|mlp_du)\w*\(", text))
-    return found
+def lowered_step(*batch, **options):
+    """AdamW's step of GPT-2 124M on sequences of 1,024 tokens, lowered for an H200: the text, and
+    the launches of each kernel. Mosaic's kernels are lowered once each, and called."""
+    config, tx = GPT2Config(**options), optim.adamw(6e-4)
+    state = jax.eval_shape(lambda: init_state(config, tx, 0))
+    windows = jax.ShapeDtypeStruct((*batch, 1025), jnp.int32)
+    text = lower_for_h200(make_train_step(graph(config), tx), state, windows)
+    kernels = collections.Counter(re.findall(r"custom_call @(\w+)", text))
+    kernels["mosaic"] = len(re.findall(r"call @(?:forward|backward|mlp_du)\w*\(", text))
+    return text, kernels
 
 
-def large_operations(text, elements):
+def passes(text, elements):
     """(operation, results' shape and dtype) → how often the program makes an array of so many
-    elements or more."""
+    elements or more, other than by a kernel or a product."""
     found = collections.Counter()
     for line in text.splitlines():
         operation = re.search(r'= "?stablehlo\.(\w+)|= (call)', line)
         result = re.search(r"tensor<([\dx]+)x([a-z]\w*)>[^<]*$", line.partition("->")[2] or line)
         if operation and result and math.prod(map(int, result[1].split("x"))) >= elements:
             found[operation[1] or operation[2], f"{result[1]} {result[2]}"] += 1
-    return found
+    kept = ("reshape", "return", "custom_call", "call", "dot_general")
+    return collections.Counter({key: n for key, n in found.items() if key[0] not in kept})
 
 
-def lowered_step(config, batch):
-    """AdamW's step on so many sequences of 1,024 tokens."""
-    tx = optim.adamw(6e-4)
-    state = jax.eval_shape(lambda: init_state(config, tx, 0))
-    windows = jax.ShapeDtypeStruct((1, batch, 1025), jnp.int32)
-    return lower_for_h200(make_train_step(graph(config), tx), state, windows)
+def what_a_layer_adds(batch, back_ends, **options):
+    """Kernels of a step with two layers, those that the second adds, its passes over what is as
+    large as the residual stream, and the text."""
+    with h200():
+        chosen = GPT2Config(**options).kernels(1024, batch)
+    assert chosen == dict(zip(("attention", "norm", "mlp", "loss"), back_ends, strict=True))
+    (text, kernels), (fewer_text, fewer) = (
+        lowered_step(1, batch, n_layer=layers, **options) for layers in (2, 1)
+    )
+    size = batch * 1024 * 768
+    return kernels, kernels - fewer, passes(text, size) - passes(fewer_text, size), text
 
 
 def test_the_step_on_an_h200_is_its_kernels_and_products():
-    """GPT-2 124M's step in bf16 for 64 sequences: what a layer adds to it, pass by pass over what
-    is as large as the stream."""
-
-    def lowered(layers):
-        config = GPT2Config(n_layer=layers, precision=Precision("bf16"), attention="mosaic")
-        with h200():
-            chosen = config.kernels(1024, 64)
-        assert chosen == {"attention": "mosaic", "norm": "triton", "mlp": "mosaic", "loss": "fused"}
-        text = lowered_step(config, 64)
-        return kernels_of(text), large_operations(text, 64 * 1024 * 768)
-
-    kernels, operations = lowered(2)
-    fewer_kernels, fewer_operations = lowered(1)
+    kernels, added, moved, text = what_a_layer_adds(
+        64,
+        ("mosaic", "triton", "mosaic", "fused"),
+        precision=Precision("bf16"),
+        attention="mosaic",
+    )
+    assert len(re.findall("custom_call @mosaic_gpu", text)) == 4
     # Four chunks of the head, in the branch for unequal cotangents, which XLA drops, once more.
-    assert fewer_kernels["classifier_kernel"] == kernels["classifier_kernel"] == 8
+    assert kernels["classifier_kernel"] == 8 and added["classifier_kernel"] == 0
     assert kernels["norm_forward"] == kernels["norm_backward"] == 2 * 2 + 1
     # Attention; the MLP's first product with what follows it, and the one before it backward.
-    assert (kernels - fewer_kernels)["mosaic"] == 4
-    assert (
-        (kernels - fewer_kernels)["norm_forward"] == (kernels - fewer_kernels)["norm_backward"] == 2
-    )
-
-    a_layer = operations - fewer_operations
-    moved = {
-        key: n
-        for key, n in a_layer.items()
-        if key[0] not in ("reshape", "return", "custom_call", "call", "dot_general")
-    }
+    assert added["mosaic"] == 4 and added["norm_forward"] == added["norm_backward"] == 2
     n = 64 * 1024
     # Of qkv alone: the MLP's kernels add c_fc's, LayerNorm's those of both projections into the
     # stream. No bias's gradient is a pass of its own: attention's function, which is lowered once,
@@ -287,57 +255,24 @@ def test_the_step_on_an_h200_is_its_kernels_and_products():
 
 
 def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
-    """GPT-2 124M's step in TF32 for 32 sequences: the passes that a layer adds over what is as
-    large as the stream."""
-
-    def lowered(layers):
-        config = GPT2Config(n_layer=layers, precision=Precision("tf32"))
-        with h200():
-            chosen = config.kernels(1024, 32)
-        assert chosen == {"attention": "triton", "norm": "triton", "mlp": "triton", "loss": "fused"}
-        text = lowered_step(config, 32)
-        return (
-            collections.Counter(re.findall(r"custom_call @(\w+)", text)),
-            large_operations(text, 32 * 1024 * 768),
-            text,
-        )
-
-    kernels, operations, text_of_two = lowered(2)
-    fewer_kernels, fewer_operations, _ = lowered(1)
-    a_layer = kernels - fewer_kernels
-    passes = {
-        "activate_forward": 1,
-        "activate_backward": 1,
-        "norm_forward": 2,
-        "norm_backward": 2,
-        "transpose_sum": 1,
-    }
-    assert {name: a_layer[name] for name in passes} == passes
+    _, added, moved, text = what_a_layer_adds(
+        32, ("triton", "triton", "triton", "fused"), precision=Precision("tf32")
+    )
+    own = {"activate_forward": 1, "activate_backward": 1, "norm_forward": 2, "norm_backward": 2}
     # The four weights; the inputs of c_attn, attention's c_proj and c_fc, and the gradients of both
     # projections into the stream. What is left for weight gradients comes out of transpose_sum, and
     # of activate_backward for the four times wider hidden layer.
-    assert a_layer["transpose"] == 4 + 3 + 2
-
-    moved = {
-        key: n
-        for key, n in (operations - fewer_operations).items()
-        if key[0] not in ("reshape", "return", "custom_call", "call", "dot_general")
-    }
+    own |= {"transpose": 4 + 3 + 2, "transpose_sum": 1}
+    assert {name: added[name] for name in own} == own
     # XLA's own passes: qkv's bias. No sum of rows, no transpose, nothing of the hidden layer.
     assert moved == {("add", "32768x2304 f32"): 1, ("broadcast_in_dim", "32768x2304 f32"): 1}
-    assert not re.search(r"stablehlo\.reduce\(.*\(tensor<32768x(2304|3072)xf32>", text_of_two)
+    assert not re.search(r"stablehlo\.reduce\(.*\(tensor<32768x(2304|3072)xf32>", text)
 
 
 @pytest.mark.parametrize("recompute", ["block", "sublayer"])
 def test_recomputation_on_an_h200_runs_the_forward_kernels_again(recompute):
-    config = GPT2Config(
-        n_layer=2, precision=Precision("bf16"), attention="mosaic", recompute=recompute
-    )
-    tx = optim.adamw(6e-4)
-    state = jax.eval_shape(lambda: init_state(config, tx, 0))
-    step = make_train_step(graph(config), tx)
-    text = lower_for_h200(step, state, jax.ShapeDtypeStruct((2, 64, 1025), jnp.int32))
-    kernels = kernels_of(text)
+    options = {"precision": Precision("bf16"), "attention": "mosaic", "recompute": recompute}
+    _, kernels = lowered_step(2, 64, n_layer=2, **options)
     assert kernels["norm_forward"] == 2 * 2 * 2 + 1 and kernels["norm_backward"] == 2 * 2 + 1
     # Attention and the MLP's first half: forward, forward again, backward.
     assert kernels["mosaic"] == 2 * 2 * 3
