@@ -3,69 +3,32 @@ another process, resumes bit for bit: every logged loss and gradient norm, and e
 last checkpoint, are those of an undisturbed run."""
 
 import dataclasses
-import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from train_tools import ROOT, last_state, rows
+from train_tools import command_line, last_state, rows
 
 from gptjax import cli
 
-# The fixture `words`.
+# The fixture `config`.
 pytest_plugins = ["train_tools"]
 
 STEPS = 60
-CONFIG = """
-from pathlib import Path
-from gptjax import Config, GPT2Config, OptimizerConfig
-
-config = Config(
-    name="attacked",
-    runs_dir=Path({runs!r}),
-    device="cpu",
-    model=GPT2Config(
-        vocab_size=257, padded_vocab_size=384, block_size=32, n_layer=1, n_head=2, n_embd=64
-    ),
-    optimizer=OptimizerConfig(
-        learning_rate=3e-3, warmup_steps=20, skip_loss_z=3.0, skip_grad_norm_z=3.0
-    ),
-    dataset={words!r},
-    sequence_length=32,
-    batch_tokens=512,
-    micro_batch=4,
-    max_steps={steps},
-    val_every=20,
-    val_tokens=1024,
-    sample_every=0,
-    checkpoint_every=6,
-)
-"""
+OPTIONS = (
+    "--model.n-embd=64 --optimizer.learning-rate=3e-3 --optimizer.warmup-steps=20 "
+    "--optimizer.skip-loss-z=3 --optimizer.skip-grad-norm-z=3 --micro-batch=4 "
+    f"--max-steps={STEPS} --val-every=20 --val-tokens=1024 --checkpoint-every=6"
+).split()
 
 
-@pytest.fixture(scope="module")
-def file(words, tmp_path_factory):
-    """A config file."""
-    folder = tmp_path_factory.mktemp("runs")
-    fields = {"runs": str(folder / "runs"), "words": str(words), "steps": STEPS}
-    (folder / "config.py").write_text(CONFIG.format(**fields))
-    return folder / "config.py"
-
-
-def start(file: Path, *options: str, before: tuple[str, ...] = ()) -> subprocess.Popen:
-    """Start a run; `before` are words of the command line before Python."""
-    return subprocess.Popen(
-        [*before, sys.executable, ROOT / "train.py", "--config", file, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(file.with_name("cache"))},
-    )
+def start(command: list[str], *options: str) -> subprocess.Popen:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, *options], text=True, **pipes)
 
 
 def read_until(process: subprocess.Popen, text: str) -> None:
@@ -75,15 +38,15 @@ def read_until(process: subprocess.Popen, text: str) -> None:
     pytest.fail(f"no {text}: {process.communicate()}")
 
 
-def interrupt_compilation(file: Path) -> None:
-    process = start(file)
+def interrupt_compilation(command: list[str], folder: Path) -> None:
+    process = start(command)
     read_until(process, "compiling")
     process.send_signal(signal.SIGINT)
     assert process.communicate()[1] == "" and process.returncode == -signal.SIGINT
 
 
-def kill_in_a_save(file: Path) -> None:
-    process, folder = start(file), file.parent / "runs" / "attacked" / "checkpoints"
+def kill_in_a_save(command: list[str], folder: Path) -> None:
+    process, folder = start(command), folder / "checkpoints"
     seen: set[str] = set()
     while len(seen) < 3:  # the third save that is seen
         assert process.poll() is None
@@ -94,15 +57,15 @@ def kill_in_a_save(file: Path) -> None:
     process.communicate()
 
 
-def kill(file: Path) -> None:
-    process = start(file)
+def kill(command: list[str], folder: Path) -> None:
+    process = start(command)
     read_until(process, "step 30/")
     process.kill()
     process.communicate()
 
 
-def close_the_pipe(file: Path) -> None:
-    process = start(file)
+def close_the_pipe(command: list[str], folder: Path) -> None:
+    process = start(command)
     read_until(process, "step 40/")
     process.stdout.close()
     said = process.communicate()[1]
@@ -111,27 +74,29 @@ def close_the_pipe(file: Path) -> None:
     assert "Traceback" not in said
 
 
-def fill_the_disk(file: Path) -> None:
+def fill_the_disk(command: list[str], folder: Path) -> None:
     """A full disk, as far as a file can tell: none may grow past 128 KiB; a checkpoint has more."""
-    process = start(file, before=("bash", "-c", 'trap "" XFSZ; ulimit -f 128; exec "$@"', "-"))
+    process = start(["bash", "-c", 'trap "" XFSZ; ulimit -f 128; exec "$@"', "-", *command])
     said = process.communicate()[1]
     assert process.returncode == 1 and "Traceback" not in said, said
     assert "failed: File too large; the newest complete checkpoint is of step " in said
 
 
-def finish(file: Path, *options: str) -> None:
-    process = start(file, *options)
+def finish(command: list[str], folder: Path, *options: str) -> None:
+    process = start(command, *options)
     shown = process.communicate()
     assert process.returncode == 0, shown
 
 
-def test_a_run_after_every_attack_is_the_undisturbed_run(file, optax_promotion):
-    finish(file, "--name", "alone")
+def test_a_run_after_every_attack_is_the_undisturbed_run(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
+    command = command_line(config, tmp_path, *OPTIONS)
+    finish(command, config.run_dir, "--name", "alone")
     for attack in (
         *(interrupt_compilation, kill_in_a_save, kill, close_the_pipe, fill_the_disk, finish),
     ):
-        attack(file)
-    attacked = cli.load(file)
+        attack(command, config.run_dir)
+    attacked = cli.from_command_line(command[2:])
     alone = dataclasses.replace(attacked, name="alone")
     for kind in ("train", "val"):
         found, expected = (

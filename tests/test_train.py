@@ -12,16 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from rich.console import Console
-from train_tools import (
-    command_line,
-    last_state,
-    losses,
-    rows,
-    run,
-    same_as,
-    steps_kept,
-    train_py,
-)
+from train_tools import command_line, last_state, losses, rows, run, same_as, steps_kept, train_py
 
 from gptjax import devices, parallel
 from gptjax.config import Config
@@ -37,32 +28,17 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     monkeypatch.setattr(flops, "peak_flops", lambda kind, precision: 0.5e12)
     code, shown = run(config)
     assert code == 0
-    for part in (
-        "device",
-        "precision",
-        "kernels     attention: xla, norm: xla, mlp: xla, loss: xla",
-        "parameters",
-        "GiB for a step",
-        "sample ⟨",
-    ):
+    kernels = "kernels     attention: xla, norm: xla, mlp: xla, loss: xla"
+    for part in ("device", "precision", kernels, "parameters", "GiB for a step", "sample ⟨"):
         assert part in shown
     train, val, sample = (rows(config, kind) for kind in ("train", "val", "sample"))
-    assert (
-        list(train) == list(range(1, 21)) and list(val) == [0, 10, 20] and list(sample) == [10, 20]
-    )
-    assert (
-        val[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
-        and val[20]["loss"] < val[0]["loss"] - 2
-    )
-    fields = {"kind", "step", "tokens", "loss", "lr", "grad_norm", "ms", "tokens_per_second", "mfu"}
-    assert (
-        fields <= train[20].keys()
-        and train[20]["tokens"] == 20 * 512
-        and train[15]["tokens_per_second"] > 0
-    )
+    assert ([*train], [*val], [*sample]) == ([*range(1, 21)], [0, 10, 20], [10, 20])
+    assert val[0]["loss"] == pytest.approx(np.log(257), abs=0.5)
+    assert val[20]["loss"] < val[0]["loss"] - 2
+    assert {"lr", "grad_norm", "ms"} <= train[20].keys() and train[20]["tokens"] == 20 * 512
     per_token = config.model.flops_per_token(config.sequence_length)
-    devices_used = train[15]["mfu"] / (train[15]["tokens_per_second"] * per_token / 0.5e12)
-    assert 1 / devices_used in (pytest.approx(1), pytest.approx(2))
+    rate = train[15]["tokens_per_second"] * per_token / 0.5e12
+    assert rate > 0 and train[15]["mfu"] == pytest.approx(rate)
     assert steps_kept(config) == [18, 20]
     assert (config.run_dir / "loss.png").stat().st_size > 10_000
     assert list(config.run_dir.glob("events.out.tfevents.*"))
@@ -110,10 +86,8 @@ def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, a
 
 
 def test_a_step_is_dispatched_before_the_metrics_of_the_one_before_are_read(config, monkeypatch):
-    config = dataclasses.replace(
-        config, max_steps=5, val_every=0, sample_every=0, checkpoint_every=0
-    )
-    events = []
+    never = {"val_every": 0, "sample_every": 0, "checkpoint_every": 0}
+    config, events = dataclasses.replace(config, max_steps=5, **never), []
     real_compile, real_get = compilation.compile_to_fit, jax.device_get
 
     def compile_and_watch(*args):
@@ -132,12 +106,7 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(config, tmp_path, m
     monkeypatch.setattr(devices, "select", lambda kind: (jax.devices("cpu")[:2], None))
     compilation_cache.reset_cache()  # of other tests' folder
     monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path / "cache"))
-    first = dataclasses.replace(
-        config,
-        max_steps=4,
-        val_every=0,
-        sample_every=0,
-    )
+    first = dataclasses.replace(config, max_steps=4, val_every=0, sample_every=0)
     second = dataclasses.replace(first, name="second", checkpoint_every=0, val_every=2)
     other_seed = dataclasses.replace(second, name="seed", seed=1)
 
@@ -161,25 +130,14 @@ def test_a_second_run_finds_its_programs_and_learns_the_same(config, tmp_path, m
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_deterministic_run_on_a_gpu_goes_on_bit_for_bit(config, tmp_path, precision):
     def start(*more):
-        options = [
-            "--device",
-            "gpu",
-            "--deterministic",
-            "--model.attention",
-            "xla",
-            "--model.precision",
-            precision,
-        ]
+        options = "--device=gpu --deterministic --model.attention=xla --optimizer.schedule-steps=12"
+        options = [*options.split(), f"--model.precision={precision}", *more]
         # XLA reads the flag once a process, so this test needs processes of its own.
-        command = command_line(
-            config, tmp_path, *options, "--optimizer.schedule-steps", "12", *more
-        )
+        command = command_line(config, tmp_path, *options)
         return subprocess.Popen(command, env=os.environ | {"XLA_FLAGS": ""})
 
     for process in [start("--name", "alone"), start("--max-steps", "6")]:
         assert process.wait() == 0
     assert start().wait() == 0
-    assert (
-        losses(config) == losses(dataclasses.replace(config, name="alone"))
-        and steps_kept(config)[-1] == 12
-    )
+    assert losses(config) == losses(dataclasses.replace(config, name="alone"))
+    assert steps_kept(config)[-1] == 12

@@ -3,17 +3,16 @@
 import dataclasses
 import os
 import subprocess
-import sys
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import ROOT, command_line, run, steps_kept, train_py
+from train_tools import command_line, run, steps_kept, train_py
 
 import gptjax
 from gptjax import data
 from gptjax.config import ConfigError
-from gptjax.data import DatasetError, ShardError, write_shard
+from gptjax.data import DatasetError, write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.layers import KVCache
 from gptjax.training import compilation
@@ -25,48 +24,17 @@ pytest_plugins = ["train_tools"]
 
 
 def test_errors_are_a_sentence_and_a_non_zero_exit(config, tmp_path):
-    done = subprocess.run(
-        command_line(config, tmp_path, "--batch-tokens", "1000"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1
-    assert (
-        done.stderr.startswith("error: --batch-tokens 1000 is not a multiple of")
-        and "Traceback" not in done.stderr
-    )
-
-
-def test_the_124m_config_needs_a_gpu_and_says_how_to_get_it():
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-    command = [
-        sys.executable,
-        str(ROOT / "train.py"),
-        "--config",
-        str(ROOT / "configs" / "gpt2_124m.py"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 1
-    assert "pip install -e '.[cuda13]'" in done.stderr or "cannot start it" in done.stderr
-    assert "--device cpu" in done.stderr and "Traceback" not in done.stderr
+    command = command_line(config, tmp_path, "--batch-tokens", "1000")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert done.stderr.startswith("error: --batch-tokens 1000 is not a multiple of")
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        (
-            {"dataset": "fineweb10B"},
-            DatasetError,
-            r"not prepared.*python -m gptjax\.data fineweb10B",
-        ),
-        (
-            {"deterministic": True},
-            ConfigError,
-            "--deterministic needs --model.attention xla, got auto",
-        ),
+        ({"dataset": "fineweb10B"}, DatasetError, r"not prepared.*python -m gptjax\.data fineweb"),
         ({"resume": "must"}, ConfigError, "--resume must: there is no checkpoint"),
-        ({"batch_tokens": 500}, ConfigError, "choose 512 or 384"),
         (
             {"model": GPT2Config(n_layer=1, n_head=1, n_embd=8, block_size=32, attention="cudnn")},
             ConfigError,
@@ -99,43 +67,24 @@ def test_a_run_that_cannot_be_resumed_is_refused(config, tmp_path):
             run(dataclasses.replace(config, **changes))
 
 
-def test_tokens_beyond_the_vocabulary_are_refused_with_their_place(config, tmp_path):
-    folder = tmp_path / "wide"
-    folder.mkdir()
-    tokens = np.zeros(5000, np.uint16)
-    write_shard(folder / "wide_val_000000.bin", tokens)
-    tokens[1234] = 40_000
-    write_shard(folder / "wide_train_000001.bin", tokens)
-    with pytest.raises(ShardError, match=rf"wide_train_000001\.bin.*{1024 + 2 * 1234}.*257.*40000"):
-        run(dataclasses.replace(config, dataset=str(folder), sample_every=0))
-
-
-@pytest.fixture
-def own_shards(config, tmp_path):
-    """A run on shards with 2,048 ids and no dataset.json."""
+def test_own_shards_of_another_tokenizer_train_without_texts(config, tmp_path, monkeypatch):
     tokens = np.random.default_rng(0).integers(0, 2048, 20_000)
     (tmp_path / "own").mkdir()
     for split in ("train", "val"):
         write_shard(tmp_path / "own" / f"own_{split}_000000.bin", tokens)
     model = dataclasses.replace(config.model, vocab_size=2048, padded_vocab_size=2048)
-    return dataclasses.replace(config, dataset=str(tmp_path / "own"), model=model)
-
-
-def test_a_tokenizer_with_more_ids_than_the_model_is_refused_first(own_shards, monkeypatch):
-    monkeypatch.setattr(train_py.devices, "reserve_memory", lambda _: pytest.fail("reserved"))
+    own = dataclasses.replace(config, dataset=str(tmp_path / "own"), model=model, max_steps=1)
     says = (
         "own: the model has 2,048 ids, and the tokenizer gpt2 has 50,257, which is assumed .* no "
         "dataset.json; set --model.vocab-size 50257, .* without texts: --sample-every 0 --eval"
     )
-    with pytest.raises(ConfigError, match=says):
-        run(own_shards)
-    assert not own_shards.run_dir.exists()
-
-
-def test_own_shards_of_another_tokenizer_train(own_shards):
-    code, text = run(dataclasses.replace(own_shards, sample_every=0, max_steps=1))
+    with monkeypatch.context() as patch, pytest.raises(ConfigError, match=says):
+        patch.setattr(train_py.devices, "reserve_memory", lambda _: pytest.fail("reserved"))
+        run(own)
+    assert not own.run_dir.exists()
+    code, text = run(dataclasses.replace(own, sample_every=0))
     assert code == 0 and "20,000 tokens (unknown)" in text and "the tokenizer is unknown" in text
-    assert gptjax.load(own_shards.run_dir).tokenizer is None
+    assert gptjax.load(own.run_dir).tokenizer is None
 
 
 def test_a_second_process_is_refused(config):
@@ -146,11 +95,7 @@ def test_a_second_process_is_refused(config):
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch):
     monkeypatch.setattr(compilation, "available_bytes", lambda device: 500_000)
-    monkeypatch.setattr(
-        data,
-        "Loader",
-        lambda *a, **k: pytest.fail("went on after the step was found too large"),
-    )
+    monkeypatch.setattr(data, "Loader", lambda *a, **k: pytest.fail("went on"))
     with pytest.raises(ConfigError, match=r"--micro-batch 4 needs .* GiB on each device"):
         run(config)
 
