@@ -52,33 +52,24 @@ def write_steps(log, steps):
 
 def test_a_line_holds_every_field(tmp_path):
     fields = {"loss": jnp.float32(2.5), "lr": np.float64(1e-3), "ok": True, "note": None}
+    broken = {"nan": math.nan, "inf": jnp.float32(jnp.inf), "low": -math.inf}
+    text = "Grüße\n\u2028\N{DUCK}"
     with RunLog(tmp_path / "new" / "run") as log:
-        log.write("train", 3, 3072, norm=jnp.bfloat16(1.5), **fields)
-        log.write("sample", 4, 4096, text="Grüße\n\u2028\N{DUCK}")
+        log.write("train", 3, 3072, norm=jnp.bfloat16(1.5), **fields, **broken)
+        log.write("sample", 4, 4096, text=text)
         # The lines are in the file while the log is open.
         assert len(log.path.read_text().splitlines()) == 2
         with pytest.raises(ValueError):
             log.write("train", 1, 1, loss=jnp.ones(3))
     train = {"kind": "train", "step": 3, "tokens": 3072, "norm": 1.5}
+    train |= {"loss": 2.5, "lr": 1e-3, "ok": True, "note": None} | dict.fromkeys(broken)
     assert read_log(log.path) == [
-        train | {"loss": 2.5, "lr": 1e-3, "ok": True, "note": None},
-        {"kind": "sample", "step": 4, "tokens": 4096, "text": "Grüße\n\u2028\N{DUCK}"},
+        train,
+        {"kind": "sample", "step": 4, "tokens": 4096, "text": text},
     ]
-    assert ("train/loss", 3, 2.5) in board_scalars(log.path.parent)
-
-
-def test_nan_and_infinity_are_null_and_the_file_is_json(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write("train", 1, 1, loss=math.nan, norm=jnp.float32(jnp.inf), low=-math.inf, fine=1.0)
-    (line,) = log.path.read_text().splitlines()
-
-    def refuse(name):
-        raise AssertionError(f"{name} is no JSON")
-
-    row = json.loads(line, parse_constant=refuse)
-    assert row["loss"] is row["norm"] is row["low"] is None and row["fine"] == 1.0
-    (loss,) = (value for tag, _, value in board_scalars(tmp_path) if tag == "train/loss")
-    assert math.isnan(loss)
+    scalars = board_scalars(log.path.parent)
+    assert ("train/loss", 3, 2.5) in scalars
+    assert [math.isnan(value) for tag, _, value in scalars if tag == "train/nan"] == [True]
 
 
 def test_resume_joins_two_runs_into_one_curve(tmp_path):
@@ -97,14 +88,14 @@ def test_resume_joins_two_runs_into_one_curve(tmp_path):
         "sample": [2, 4, 6, 8],
         "event": [2, 4, 6, 6, 8],  # events are kept
     }
-    assert not list(tmp_path.glob("*.tmp"))
     # TensorBoard hides steps ≥ the START event's of every file before it.
     starts = [event.step for event in board_events(tmp_path) if event.HasField("session_log")]
     assert starts == [0, 5]
-    assert [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"] == [
-        *range(1, 8),
-        *range(5, 9),
-    ]
+    steps = [s for tag, s, _ in board_scalars(tmp_path) if tag == "train/loss"]
+    assert steps == [*range(1, 8), *range(5, 9)]
+    # Starting over keeps only the events.
+    RunLog(tmp_path).close()
+    assert {row["kind"] for row in read_log(log.path)} == {"event"}
 
 
 STEP_1 = '{"kind": "train", "step": 1, "tokens": 2}\n'
@@ -125,7 +116,7 @@ class FullDisk:
         return getattr(self._file, name)
 
 
-@pytest.mark.parametrize("room", [0, 1, 30])
+@pytest.mark.parametrize("room", [0, 30])
 def test_a_full_disk_is_an_error_and_the_run_resumes(tmp_path, room):
     with RunLog(tmp_path) as log:
         log.write("train", 1, 10, loss=1.0)
@@ -137,21 +128,12 @@ def test_a_full_disk_is_an_error_and_the_run_resumes(tmp_path, room):
     assert [row["loss"] for row in read_log(log.path)] == [1.0, 2.0]
 
 
-def test_starting_over_keeps_only_events(tmp_path):
-    with RunLog(tmp_path) as log:
-        log.write("val", 0, 0, loss=11.0)
-        log.write("event", 0, 0, what="started")
-    RunLog(tmp_path).close()
-    assert [row["kind"] for row in read_log(log.path)] == ["event"]
-
-
 @pytest.mark.parametrize(
     "tail, steps",
     [
         ('{"kind": "train", "st', [1]),
         ('{"kind": "train"}', [1]),
         ("\0\0\0\0", [1]),
-        ('{"kind": "train", "step": 3, "tokens', [1]),
         ('{"kind": "train", "step": 3, "tokens": 2}', [1, 3]),
     ],
 )
