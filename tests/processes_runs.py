@@ -96,14 +96,14 @@ def interrupt(step: int, number: int) -> None:
 
 def fail_log() -> None:
     """Raise an error when the log line of a step is written."""
-    append = run_log.RunLog._append
+    write = run_log.RunLog.write
 
-    def fail(self, line):
-        if b'"train", "step": %d,' % FAILED_AT in line:
+    def fail(self, kind, step, tokens, **fields):
+        if (kind, step) == ("train", FAILED_AT):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        append(self, line)
+        write(self, kind, step, tokens, **fields)
 
-    run_log.RunLog._append = fail
+    run_log.RunLog.write = fail
 
 
 def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:

@@ -147,7 +147,7 @@ def check_ended(process: tuple[int, str]) -> None:
 def test_an_error_of_one_process_ends_all(file):
     failed, other = group("failed log", file, 2)
     assert newest(file, "failed log") == 4
-    newest_is = "the same command resumes from the checkpoint of step 4"
+    newest_is = "the newest complete checkpoint is of step 4; the same command resumes the run"
     message = f"error: stopped at step 5: No space left on device; {newest_is}\n"
     assert failed[0] == 1 and message in failed[1] and "Traceback" not in failed[1]
     check_ended(other)

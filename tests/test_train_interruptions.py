@@ -39,7 +39,7 @@ def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
             "put",
             lambda sharding, x: jax.device_put(x._replace(inputs=0 * x.inputs + 9999), sharding),
         )
-        with pytest.raises(NotFiniteError, match=r"step 7: loss nan.*checkpoint of step 6 is kept"):
+        with pytest.raises(NotFiniteError, match=r"step 7: loss nan.*checkpoint is of step 6"):
             run(config)
     assert steps_kept(config) == [6]
     assert all(np.array_equal(a, b) for a, b in zip(last_state(config), good, strict=True))
@@ -125,7 +125,7 @@ def test_a_last_step_that_is_not_finite_is_an_error(config, monkeypatch):
 
     monkeypatch.setattr(compilation, "make_train_step", make)
     with pytest.raises(
-        NotFiniteError, match=r"step 5: validation loss nan.*checkpoint of step 4 is kept"
+        NotFiniteError, match=r"step 5: validation loss nan.*checkpoint is of step 4"
     ):
         run(config)
     assert steps_kept(config) == [4]
@@ -158,7 +158,7 @@ FULL = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while tryin
 BUG = jax.errors.JaxRuntimeError("INTERNAL: another error")
 DISK = OSError(28, "No space left on device")
 PIPE = BrokenPipeError(32, "Broken pipe")
-KEPT = "the same command resumes from the checkpoint of step 6\n"
+KEPT = "the newest complete checkpoint is of step 6; the same command resumes the run\n"
 LOG = (train_py.RunLog, "write")
 # What happens at step 9; the exit code; what is printed.
 FAULTS = {

@@ -9,7 +9,6 @@ windows, and may read text of an earlier stage again. The first order equals tha
 stages. With the data order "sequential", each stage begins where the previous one ended.
 """
 
-import bisect
 import dataclasses
 
 from gptjax.config import Config
@@ -22,7 +21,6 @@ class Span:
     Attributes:
         number: number of the stage, 1 for the first.
         config: the run's config with the options of the stage, and without stages.
-        learning_rate_factor: as in `Stage`.
         order: number of the order of windows that the stage reads, 0 for the first.
         position: windows of this order that earlier stages consumed.
         tokens: tokens that earlier stages consumed.
@@ -32,7 +30,6 @@ class Span:
     begin: int
     end: int
     config: Config
-    learning_rate_factor: float = 1.0
     order: int = 0
     position: int = 0
     tokens: int = 0
@@ -63,16 +60,14 @@ class Timeline:
             ):
                 order, position = order + 1, 0
             end = min(stage.until or config.max_steps, config.max_steps)
-            factor = stage.learning_rate_factor
-            self.spans.append(Span(number, begin, end, own, factor, order, position, tokens))
+            self.spans.append(Span(number, begin, end, own, order, position, tokens))
             position += (end - begin) * own.batch
             tokens += (end - begin) * own.batch_tokens
             begin = end
-        self._begins = [span.begin for span in self.spans]
 
     def at(self, step: int) -> Span:
         """Return the stage of the update with index `step`; the last stage for any later step."""
-        return self.spans[bisect.bisect_right(self._begins, step) - 1]
+        return next(span for span in reversed(self.spans) if span.begin <= step)
 
     def name(self, span: Span) -> str:
         """Return "stage 2 of 3: ", which begins a message; "" in a run without stages."""

@@ -80,9 +80,11 @@ class Checkpoints:
                 f"cannot use {self.folder} for checkpoints: {system_error(error)}"
             ) from error
 
-    def latest_step(self) -> int | None:
-        """Return the step of the newest complete checkpoint, or None."""
-        return next(iter(files.steps(self.folder)), None)
+    def newest(self) -> str:
+        """Return which checkpoint is the newest complete one, as text."""
+        for step in files.steps(self.folder):
+            return f"the newest complete checkpoint is of step {step}"
+        return "there is no complete checkpoint yet"
 
     def save(self, step: int, state: PyTree, meta: dict[str, Any]) -> None:
         """Copy the state to the host and write a checkpoint in the background.
@@ -125,12 +127,8 @@ class Checkpoints:
             action()
         # Orbax's threads and C++ store raise errors of many types.
         except Exception as error:
-            last = self.latest_step()
-            newest = "there is no complete checkpoint yet"
-            if last is not None:
-                newest = f"the newest complete checkpoint is of step {last}"
             raise CheckpointError(
-                f"saving to {self.folder} failed: {system_error(error)}; {newest}. "
+                f"saving to {self.folder} failed: {system_error(error)}; {self.newest()}. "
                 "Free some space, then run the same command again to resume."
             ) from error
 

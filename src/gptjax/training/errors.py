@@ -47,18 +47,11 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
         if isinstance(error, CheckpointError):
             raise
         checkpoints.wait()
-        kept = checkpoints.latest_step()
         if isinstance(error, NotFiniteError):
             with contextlib.suppress(OSError):
                 progress.write("event", progress.step, event="not finite", message=str(error))
-            checkpoint = "There is no checkpoint yet."
-            if kept is not None:
-                checkpoint = (
-                    f"The checkpoint of step {kept} is kept: its parameters and their loss were "
-                    "finite when it was saved."
-                )
             raise NotFiniteError(
-                f"{error}; stopped. {checkpoint} To continue, run the same command with "
+                f"{error}; stopped; {checkpoints.newest()}. To continue, run the same command with "
                 "--resume with_changes and a lower --optimizer.learning-rate, or with "
                 "--optimizer.skip-loss-z 5 --optimizer.skip-grad-norm-z 5, which also skip updates "
                 "that are not finite."
@@ -73,10 +66,10 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
             reason = getattr(error, "strerror", None) or error
         else:
             raise
-        newest = "there is no checkpoint yet"
-        if kept is not None:
-            newest = f"the same command resumes from the checkpoint of step {kept}"
-        raise StoppedError(f"stopped at step {progress.step}: {reason}; {newest}") from error
+        raise StoppedError(
+            f"stopped at step {progress.step}: {reason}; {checkpoints.newest()}; the same command "
+            "resumes the run"
+        ) from error
 
 
 def run(command: Callable[[], int]) -> int:

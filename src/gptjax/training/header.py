@@ -121,14 +121,15 @@ def _stages(
     """
     whole = timeline.config
     for span in timeline.spans if whole.stages else ():
-        factor = f", lr × {span.learning_rate_factor:g}" if span.learning_rate_factor != 1 else ""
+        stage = whole.stages[span.number - 1]
+        factor = stage.learning_rate_factor
+        factor = f", lr × {factor:g}" if factor != 1 else ""
         own = [
             f", {part}: {chosen}"
             for part, chosen in span.config.kernels().items()
             if chosen != kernels.get(part)
         ]
-        changes = whole.stages[span.number - 1].model
-        own[:0] = [f", {name} {value}" for name, value in changes.items()]
+        own[:0] = [f", {name} {value}" for name, value in stage.model.items()]
         first = span.number == 1
         yield (
             "stages" if first else "",

@@ -98,15 +98,12 @@ class RunLog:
         line = {"kind": kind, "step": int(step), "tokens": int(tokens)}
         for name, x in fields.items():
             line[name] = None if isinstance(x, float) and not math.isfinite(x) else x
-        self._append((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
+        self._file.flush()
         values = {f"{kind}/{k}": x for k, x in fields.items() if isinstance(x, str | int | float)}
         self._events.write(values, int(step))
         if self._wandb is not None:
             self._wandb.write(values, int(step), int(tokens), fields.get("config"))
-
-    def _append(self, line: bytes) -> None:
-        self._file.write(line)
-        self._file.flush()
 
     def sync(self) -> None:
         """Make the lines so far durable. Call this before a checkpoint of the same steps is

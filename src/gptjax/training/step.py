@@ -117,17 +117,8 @@ def loss_and_grads(
     Returns:
         The loss (fp32) and a gradient like `params`, in fp32.
     """
-    (loss, metrics), grads = _loss_and_grads(graphdef, params, batch_ABT, parallel, step)
-    return ((loss, metrics) if has_metrics else loss), grads
-
-
-def _loss_and_grads(graphdef, params, batch_ABT, parallel, step):
-    batch_ABT = _checked("loss_and_grads", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
+    batch_ABT = _checked("loss_and_grads", batch_ABT, "ABT")
     micro_batches = batch_ABT.inputs.shape[0]
-    if parallel is None or parallel.devices == 1:
-        share = micro_batches * _inverse(count_targets(batch_ABT.targets))
-        return _accumulate(graphdef, params, batch_ABT, share, step=step)
-    places = placements(graphdef, params, parallel)
 
     def on_one_device(params_and_step, batch_ABT):
         params, step = params_and_step
@@ -139,9 +130,14 @@ def _loss_and_grads(graphdef, params, batch_ABT, parallel, step):
         means = jax.lax.psum(loss, AXIS), jax.lax.pmean(metrics, AXIS)
         return means, reduce(grads)[0]
 
-    both = params, step
-    run = parallel.on_each_device(on_one_device, both, batch_axis=1, out=(None, params))
-    return run(both, batch_ABT)
+    if parallel is None or parallel.devices == 1:
+        share = micro_batches * _inverse(count_targets(batch_ABT.targets))
+        (loss, metrics), grads = _accumulate(graphdef, params, batch_ABT, share, step=step)
+    else:
+        places, both = placements(graphdef, params, parallel), (params, step)
+        run = parallel.on_each_device(on_one_device, both, batch_axis=1, out=(None, params))
+        (loss, metrics), grads = run(both, batch_ABT)
+    return ((loss, metrics) if has_metrics else loss), grads
 
 
 def _accumulate(
@@ -255,7 +251,7 @@ def make_train_step(
     def train_step(
         state: TrainState, batch_ABT: Batch | Int[Array, "A B T1"]
     ) -> tuple[TrainState, dict]:
-        batch_ABT = _checked("train_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
+        batch_ABT = _checked("train_step", batch_ABT, "ABT")
         tied = nnx.merge(graphdef, state.params).config.tied_parameters()
         (loss, recorded), grads = loss_and_grads(
             graphdef, state.params, batch_ABT, parallel, state.step, True
@@ -307,20 +303,20 @@ def make_train_step(
     return train_step
 
 
-def _checked(step: str, expected: str, batch: Any, axes: int) -> Batch:
+def _checked(step: str, batch: Any, axes: str) -> Batch:
     """Return the batch, or the batch of sequences of T + 1 tokens."""
     if isinstance(batch, Batch):
-        if (shape := batch.inputs.shape) != batch.targets.shape or len(shape) != axes:
+        if (shape := batch.inputs.shape) != batch.targets.shape or len(shape) != len(axes):
             raise ValueError(
-                f"{step}: expected a Batch with inputs and targets of one shape with {axes} axes, "
-                f"got {shape} and {batch.targets.shape}"
+                f"{step}: expected a Batch with inputs and targets of one shape {axes}, got "
+                f"{shape} and {batch.targets.shape}"
             )
         return batch
     integers = jnp.issubdtype(batch.dtype, jnp.integer)
-    if batch.ndim != axes or 0 in batch.shape or batch.shape[-1] < 2 or not integers:
+    if batch.ndim != len(axes) or 0 in batch.shape or batch.shape[-1] < 2 or not integers:
         raise ValueError(
-            f"{step}: expected a Batch, or integers of shape {expected} B sequences of T + 1 "
-            f"tokens each, got {batch.shape} in {batch.dtype}"
+            f"{step}: expected a Batch, or integers of shape ({', '.join(axes)} + 1), got "
+            f"{batch.shape} in {batch.dtype}"
         )
     return Batch.of(batch)
 
@@ -335,7 +331,7 @@ def make_eval_step(
     """
 
     def eval_step(params: PyTree, batch_BT: Batch | Int[Array, "B T1"]) -> Float[Array, ""]:
-        batch_BT = _checked("eval_step", "(B, T + 1),", batch_BT, 2)
+        batch_BT = _checked("eval_step", batch_BT, "BT")
 
         def mean_loss(params, step, batch_BT, over_devices):
             total = _sum_of_losses(nnx.merge(graphdef, params), batch_BT)
@@ -361,7 +357,7 @@ def make_fp8_clipping_step(
     def fp8_clipping_step(
         params: PyTree, batch_ABT: Batch | Int[Array, "A B T1"], step
     ) -> dict[str, Array]:
-        batch_ABT = _checked("fp8_clipping_step", "(A, B, T + 1), A micro-batches of", batch_ABT, 3)
+        batch_ABT = _checked("fp8_clipping_step", batch_ABT, "ABT")
 
         def shares(params, step, batch_ABT, over_devices):
             batch_BT = _first(batch_ABT)
