@@ -1,15 +1,9 @@
 """Peak rates, MFU and throughput."""
 
-from unittest import mock
-
-import jax
 import pytest
 
 from gptjax import precision
-from gptjax.config import Config
-from gptjax.models.gpt2 import GPT2Config
 from gptjax.training.flops import PEAK_TFLOPS, Throughput, mfu, peak_flops
-from gptjax.training.header import no_mfu_note
 
 COLUMNS = ("fp32", "tf32", "bf16")
 
@@ -61,16 +55,6 @@ def test_mfu_is_the_fraction_of_all_devices():
     # 300,000 tokens/s at 800 MFLOP each are 240 TFLOP/s.
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "bf16", 1) == pytest.approx(240 / 312)
     assert mfu(300_000, 8e8, "NVIDIA A100-SXM4-80GB", "tf32", 8) == pytest.approx(240 / 156 / 8)
-
-
-def test_a_gpu_without_a_known_peak_gets_a_note():
-    config = Config(model=GPT2Config(precision=precision.Precision("bf16")))
-    device = mock.Mock(spec=jax.Device, device_kind="NVIDIA X1", platform="gpu")
-    note = no_mfu_note(config, device)
-    assert "no peak rate of 'NVIDIA X1' in bf16 is known" in note
-    device.device_kind = "NVIDIA H200"
-    assert no_mfu_note(config, device) is None
-    assert no_mfu_note(config, jax.devices("cpu")[0]) is None
 
 
 # --------------------------------------------------------------------------------------- throughput

@@ -2,14 +2,11 @@
 
 from collections.abc import Iterator
 
-import jax
-
 from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
 from gptjax.timeline import Timeline
-from gptjax.training.flops import peak_flops
 from gptjax.training.inputs import Inputs
 from gptjax.training.resume import Resume
 from gptjax.weights.sources import Source
@@ -40,8 +37,6 @@ def header(
     yield "run", f"{config.run_dir}, {begin}"
     idle = f"; A GPU STAYS IDLE: {idle_gpu}" if idle_gpu else ""
     yield "device", f"{parallel.devices} × {parallel.mesh.devices.flat[0].device_kind}{idle}"
-    if (note := no_mfu_note(config, parallel.mesh.devices.flat[0])) is not None:
-        yield "", note
     if len(processes) > 1:
         for i, line in enumerate(processes):
             yield "" if i else "processes", line
@@ -138,14 +133,3 @@ def _stages(
         )
     if (left := timeline.total - len(timeline.spans)) > 0:
         yield "", f"the run ends before the last {left} of {timeline.total} stages"
-
-
-def no_mfu_note(config: Config, device: jax.Device) -> str | None:
-    """Return a sentence for the user if the MFU on this GPU is unknown, else None."""
-    known = peak_flops(device.device_kind, config.model.precision.name) is not None
-    if known or device.platform != "gpu":
-        return None
-    return (
-        f"MFU is unknown: no peak rate of {device.device_kind!r} in {config.model.precision.name} "
-        "is known"
-    )
