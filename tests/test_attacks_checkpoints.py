@@ -31,62 +31,42 @@ from gptjax.weights.sources import CHECKPOINTS
 OLD, NEW = 15, 30
 
 
-def make(folder: Path, seed: int = 0):
+def make(folder: Path):
     """Save two checkpoints; return their states."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    state = {
-        "params": {
-            "w": jax.random.normal(keys[0], (64, 48)),
-            "b": jax.random.normal(keys[1], (300,)),
-        },
-        "low": jax.random.normal(keys[2], (33, 7)).astype(jnp.bfloat16),
-        "rng": jax.random.key_data(keys[3]),
-        "step": jnp.int32(OLD),
-    }
-    states = {
-        OLD: state,
-        NEW: {
-            **state,
-            "params": jax.tree.map(lambda x: x * 2, state["params"]),
-            "step": jnp.int32(NEW),
-        },
-    }
-    checkpoints = Checkpoints(folder, keep_last=2)
-    for step, state in states.items():
-        checkpoints.save(step, state, {"data": {"position": step * 16}})
+    keys, states, checkpoints = jax.random.split(jax.random.key(0), 4), {}, Checkpoints(folder, 2)
+    params = {"w": jax.random.normal(keys[0], (64, 48)), "b": jax.random.normal(keys[1], (300,))}
+    for step in (OLD, NEW):
+        states[step] = {
+            "params": jax.tree.map(lambda x, step=step: x * step, params),
+            "low": jax.random.normal(keys[2], (33, 7)).astype(jnp.bfloat16),
+            "rng": jax.random.key_data(keys[3]),
+            "step": jnp.int32(step),
+        }
+        checkpoints.save(step, states[step], {"data": {"position": step * 16}})
         checkpoints.wait()
     checkpoints.close()
     return states
 
 
-_states = {}
-
-
-def restore(folder: Path) -> tuple[str, str]:
+def restore(folder: Path, states: dict) -> tuple[str, str]:
     """Restore the newest readable checkpoint; return the outcome and what was said."""
-    if not _states:
-        silence_orbax()
-        with tempfile.TemporaryDirectory() as temporary:
-            _states.update(make(Path(temporary)))
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), _states[OLD]
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), states[OLD]
     )
     try:
         found = resume.find(Config(name=folder.parent.name, runs_dir=folder.parent.parent))
         if found.step is None:
             return "refused", "no checkpoint"
-        step, state, meta = found.step, found.restore(like), found.meta
+        step, state = found.step, found.restore(like)
     except CheckpointError as error:
         return "refused", str(error)
     except BaseException as error:
         return "traceback", repr(error)
-    right = step in _states and meta["data"]["position"] == step * 16
-    right = right and all(
-        np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(_states[step]), strict=True)
-    )
-    if not right:
+    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(states.get(step)), strict=True)
+    if found.meta["data"]["position"] != step * 16 or not all(
+        np.array_equal(*pair) for pair in pairs
+    ):
         return "silent wrong", f"step {step}"
     named = next(iter(found.damaged.values()), None)
     return ("same", f"step {step}") if named is None else ("fell back", named)
@@ -181,10 +161,11 @@ def folder_changes() -> dict[str, Callable[[Path], None]]:
 def run(flips: int, seed: int = 0) -> list[dict]:
     """Change bytes of one file in each of `flips` trials, spread over all files; then make each
     change of whole files and folders."""
+    silence_orbax()
     rng, rows = random.Random(seed), []
     with tempfile.TemporaryDirectory() as temporary:
         good = Path(temporary) / "good"
-        make(good)
+        states = make(good)
         files = sorted(
             str(p.relative_to(good)) for p in (good / str(NEW)).rglob("*") if p.is_file()
         )
@@ -194,7 +175,7 @@ def run(flips: int, seed: int = 0) -> list[dict]:
             folder = Path(temporary) / f"trial{number}" / CHECKPOINTS
             shutil.copytree(good, folder)
             change(folder)
-            outcome, said = restore(folder)
+            outcome, said = restore(folder, states)
             rows.append({"change": name, "outcome": outcome, "said": said})
             shutil.rmtree(folder)
     return rows

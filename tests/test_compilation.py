@@ -12,22 +12,17 @@ from jax.experimental.compilation_cache import compilation_cache
 from gptjax.config import Config, ConfigError
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import compilation
-from gptjax.training.memory import needed_bytes
+from gptjax.training.memory import available_bytes, needed_bytes
 
 
 def compiled_for(n: int) -> jax.stages.Compiled:
     """A program whose memory grows with n."""
-    return (
-        jax.jit(lambda x: jnp.sort(x, axis=0))
-        .lower(jax.ShapeDtypeStruct((n, 1024), jnp.float32))
-        .compile()
-    )
+    x = jax.ShapeDtypeStruct((n, 1024), jnp.float32)
+    return jax.jit(lambda x: jnp.sort(x, axis=0)).lower(x).compile()
 
 
 def config(micro_batch):
-    return dataclasses.replace(
-        Config(), sequence_length=1, batch_tokens=micro_batch, micro_batch=micro_batch
-    )
+    return Config(sequence_length=1, batch_tokens=micro_batch, micro_batch=micro_batch)
 
 
 @pytest.fixture
@@ -43,16 +38,10 @@ def double(x):
     return 2 * x
 
 
-def square(x):
-    return x * x
-
-
 def test_two_programs_at_once():
-    compiler = compilation.Compiler(None)
-    x = jnp.arange(3.0)
-    begun = [compiler.start(jax.jit(f), x) for f in (double, square)]
-    doubled, squared = (one.result()(x) for one in begun)
-    assert doubled.tolist() == [0, 2, 4] and squared.tolist() == [0, 1, 4]
+    compiler, x = compilation.Compiler(None), jnp.arange(3.0)
+    begun = [compiler.start(jax.jit(f), x) for f in (double, lambda x: x * x)]
+    assert [one.result()(x).tolist() for one in begun] == [[0, 2, 4], [0, 1, 4]]
     assert compiler.seconds > 0 and str(compiler).endswith("s (no cache)")
 
 
@@ -128,7 +117,17 @@ def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(
 
 def test_what_fits_is_compiled_once(monkeypatch):
     asked = []
-    compilation.compile_to_fit(
-        lambda n: asked.append(n) or compiled_for(n), config(8), jax.devices("cpu")[0]
-    )
+    compile_step = lambda n: asked.append(n) or compiled_for(n)
+    compilation.compile_to_fit(compile_step, config(8), jax.devices("cpu")[0])
     assert asked == [8]
+
+
+def test_needed_bytes_are_arguments_results_and_temporaries():
+    small, large = needed_bytes(compiled_for(64)), needed_bytes(compiled_for(512))
+    assert small >= 64 * 1024 * 4 and 6 * small < large < 10 * small
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    donated, kept = (
+        needed_bytes(jax.jit(double, donate_argnums=d).lower(x).compile()) for d in ((0,), ())
+    )
+    assert kept - donated == 1024 * 1024 * 4
+    assert available_bytes(jax.devices("cpu")[0]) > 2**30
