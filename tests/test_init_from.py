@@ -62,13 +62,8 @@ def saved(tmp_path_factory):
 
 
 def config_for(path, tmp_path, **model):
-    return Config(
-        name="new",
-        runs_dir=tmp_path,
-        model=gptjax.GPT2Config(**model),
-        sequence_length=8,
-        init_from=path,
-    )
+    options = {"name": "new", "runs_dir": tmp_path, "sequence_length": 8, "init_from": path}
+    return Config(model=gptjax.GPT2Config(**model), **options)
 
 
 def same(found, expected):
@@ -117,11 +112,9 @@ def test_positions_are_cropped_and_padding_may_differ(saved, tmp_path):
     np.testing.assert_array_equal(params["wte"][:257], whole["wte"][:257])
     assert params["wte"].shape == (300, 8) and not np.asarray(params["wte"][264:]).any()
     same(params["blocks"], whole["blocks"])
-    # A default of the config is the other model's value, with its padding.
+    # A default of the config is the value of the other model, with its padding. Precision and kernels
+    # are those of the config.
     assert init_from.resolve(config_for(saved, tmp_path))[0].model == MODEL
-
-
-def test_precision_and_kernels_are_the_configs(saved, tmp_path):
     given = {"precision": gptjax.Precision("bf16"), "attention": "xla", "recompute": "block"}
     config, _ = init_from.resolve(config_for(saved, tmp_path, **given))
     assert config.model == dataclasses.replace(MODEL, **given)

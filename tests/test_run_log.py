@@ -16,10 +16,8 @@ from gptjax.training.run_log import LogError, RunLog, check_wandb, read_log
 
 
 def board_events(folder):
-    """Return all events of a folder's TensorBoard files, in order.
-
-    A record is length, checksum of the length, bytes, checksum of the bytes.
-    """
+    """All events of a folder's TensorBoard files, in order. A record is length, checksum of the
+    length, bytes, checksum of the bytes."""
     from tensorboardX.proto.event_pb2 import Event
 
     events = []

@@ -33,21 +33,18 @@ spec.loader.exec_module(train_py)
 def words(tmp_path_factory):
     """A small text-like corpus of bytes: words of a tiny language, so that there is something to
     learn."""
-    folder = tmp_path_factory.mktemp("words")
-    rng = np.random.default_rng(0)
+    folder, rng = tmp_path_factory.mktemp("words"), np.random.default_rng(0)
     known = [bytes(rng.integers(97, 123, rng.integers(2, 6)).tolist()) + b" " for _ in range(30)]
-    text = np.frombuffer(b"".join(known[i] for i in rng.integers(0, 30, 8000)), np.uint8).astype(
-        np.uint16
-    )
-    write_shard(folder / "words_train_000001.bin", text[:12_000])
-    write_shard(folder / "words_train_000002.bin", text[12_000:24_000])
-    write_shard(folder / "words_val_000000.bin", text[24_000:28_000])
+    text = np.frombuffer(b"".join(known[i] for i in rng.integers(0, 30, 8000)), np.uint8)
     manifest = {"format": 1, "tokenizer": "byte", "vocab_size": 257, "eot": 256, "source": "test"}
-    manifest["shards"] = {
-        "words_train_000001.bin": {"tokens": 12_000, "max_token": int(text.max())},
-        "words_train_000002.bin": {"tokens": 12_000, "max_token": int(text.max())},
-        "words_val_000000.bin": {"tokens": 4_000, "max_token": int(text.max())},
-    }
+    manifest["shards"] = {}
+    for name, begin, end in (
+        ("words_train_000001.bin", 0, 12_000),
+        ("words_train_000002.bin", 12_000, 24_000),
+        ("words_val_000000.bin", 24_000, 28_000),
+    ):
+        write_shard(folder / name, text[begin:end].astype(np.uint16))
+        manifest["shards"][name] = {"tokens": end - begin, "max_token": int(text.max())}
     (folder / "dataset.json").write_text(json.dumps(manifest))
     return folder
 
@@ -116,10 +113,8 @@ def rows(config: Config, kind: str) -> dict[int, dict]:
 
 
 def losses(config: Config) -> dict[int, tuple]:
-    return {
-        step: (row["loss"], row["grad_norm"], row["lr"])
-        for step, row in rows(config, "train").items()
-    }
+    train = rows(config, "train").items()
+    return {step: (row["loss"], row["grad_norm"], row["lr"]) for step, row in train}
 
 
 def last_state(config: Config) -> list[np.ndarray]:
@@ -136,9 +131,8 @@ def same_as(alone: Config, config: Config, says: str) -> None:
     """Resume a run; check that losses and state are those of the undisturbed run."""
     code, shown = run(config)
     assert code == 0 and says in shown
-    assert losses(config) == losses(alone) and list(losses(config)) == list(
-        range(1, config.max_steps + 1)
-    )
+    assert losses(config) == losses(alone)
+    assert [*losses(config)] == [*range(1, config.max_steps + 1)]
     both = zip(last_state(config), last_state(alone), strict=True)
     assert all(np.array_equal(a, b) for a, b in both)
 
@@ -149,12 +143,9 @@ def steps_kept(config: Config) -> list[int]:
 
 def command_line(config: Config, tmp_path: Path, *more: str) -> list[str]:
     """The same run as a command."""
-    file = tmp_path / "config.py"
-    shape = {
-        f.name: getattr(config.model, f.name)
-        for f in dataclasses.fields(config.model)
-        if f.name.startswith(("n_", "vocab", "padded", "block"))
-    }
+    file, names = tmp_path / "config.py", ("vocab_size", "padded_vocab_size", "block_size")
+    names += ("n_layer", "n_head", "n_embd")
+    shape = {name: getattr(config.model, name) for name in names}
     file.write_text(
         "from gptjax import Config, GPT2Config\nfrom pathlib import Path\n"
         f"config = Config(name='run', device='cpu', runs_dir=Path({str(config.runs_dir)!r}), "
