@@ -56,17 +56,3 @@ def test_a_missing_file_ends_the_run_before_it_starts(evaluating):
     with pytest.raises(EvaluationError, match="hellaswag_val.jsonl: No such file or directory; ht"):
         run(evaluating)
     assert not evaluating.run_dir.exists()
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"eval_tasks": "hellaswag,piqa"}, "must be names of hellaswag, .* got 'piqa'"),
-        ({"eval_tasks": "mmlu", "eval_every": 2}, "python -m gptjax.evaluate RUN --harness mmlu$"),
-        ({"eval_tasks": "core", "eval_every": 0}, "--eval-tasks and --eval-every need each other"),
-        ({"eval_tasks": "", "eval_every": 5}, "--eval-tasks and --eval-every need each other"),
-    ],
-)
-def test_options(options, message, config):
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(config, **options)

@@ -112,8 +112,8 @@ def test_positions_are_cropped_and_padding_may_differ(saved, tmp_path):
     np.testing.assert_array_equal(params["wte"][:257], whole["wte"][:257])
     assert params["wte"].shape == (300, 8) and not np.asarray(params["wte"][264:]).any()
     same(params["blocks"], whole["blocks"])
-    # A default of the config is the value of the other model, with its padding. Precision and kernels
-    # are those of the config.
+    # A default of the config is the value of the other model, with its padding; precision and
+    # kernels are those of the config.
     assert init_from.resolve(config_for(saved, tmp_path))[0].model == MODEL
     given = {"precision": gptjax.Precision("bf16"), "attention": "xla", "recompute": "block"}
     config, _ = init_from.resolve(config_for(saved, tmp_path, **given))

@@ -6,7 +6,7 @@ import math
 import os
 import struct
 import sys
-import types
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -166,46 +166,16 @@ def test_a_log_that_is_not_a_regular_file_is_refused(tmp_path):
 # --------------------------------------------------------------------------------- Weights & Biases
 
 
-class FakeWandb(types.ModuleType):
-    """The part of wandb that the log uses; `broken` names the call that raises."""
-
-    def __init__(self, broken=None):
-        super().__init__("wandb")
-        self.broken, self.inits, self.rows, self.configs, self.finished = broken, [], [], [], 0
-        self.config = types.SimpleNamespace(update=self._update)
-
-    def Settings(self, **options):
-        return options
-
-    def _check(self, call):
-        if call == self.broken:
-            raise ConnectionError(f"no network in {call}\nmore")
-
-    def init(self, **options):
-        self._check("init")
-        self.inits.append(options)
-        return self
-
-    def define_metric(self, name, *, step_metric):
-        assert (name, step_metric) == ("*", "step")
-
-    def log(self, row):
-        self._check("log")
-        self.rows.append(row)
-
-    def _update(self, config, *, allow_val_change):
-        assert allow_val_change
-        self.configs.append(config)
-
-    def finish(self):
-        self._check("finish")
-        self.finished += 1
-
-
 @pytest.fixture
 def wandb(monkeypatch):
+    """A package that records its calls, of which one may fail."""
+
     def install(broken=None):
-        fake = FakeWandb(broken)
+        fake = mock.MagicMock()
+        calls = {"init": fake.init} | {c: getattr(fake.init(), c) for c in ("log", "finish")}
+        if broken is not None:
+            calls[broken].side_effect = ConnectionError(f"no network in {broken}\nmore")
+        fake.init.reset_mock()
         monkeypatch.setitem(sys.modules, "wandb", fake)
         return fake
 
@@ -218,20 +188,22 @@ def test_wandb_gets_what_the_log_gets(tmp_path, wandb):
         log.write("event", 0, 0, event="start", config={"seed": 3})
         log.write("train", 1, 10, loss=jnp.float32(2.5), skipped=None)
         log.write("val", 1, 10, loss=2.0)
-    assert fake.rows == [
+    written = fake.init.return_value
+    assert [call.args[0] for call in written.log.call_args_list] == [
         {"step": 0, "tokens": 0, "event/event": "start"},
         {"step": 1, "tokens": 10, "train/loss": 2.5},
         {"step": 1, "tokens": 10, "val/loss": 2.0},
     ]
-    assert fake.configs == [{"seed": 3}] and fake.finished == 1
-    (options,) = fake.inits
-    assert (options["project"], options["name"], options["dir"]) == ("gpt", "run", run)
-    assert options["settings"] == {"console": "off"}
+    written.config.update.assert_called_once_with({"seed": 3}, allow_val_change=True)
+    written.define_metric.assert_called_once_with("*", step_metric="step")
+    written.finish.assert_called_once_with()
+    fake.Settings.assert_called_once_with(console="off")
     # A resumed run is the same run there.
     RunLog(run, 1, wandb="gpt").close()
-    assert fake.inits[1]["id"] == options["id"] and fake.inits[1]["resume"] == "allow"
     RunLog(tmp_path / "other", wandb="gpt").close()
-    assert fake.inits[2]["id"] != options["id"]
+    first, resumed, other = (call.kwargs for call in fake.init.call_args_list)
+    assert (first["project"], first["name"], first["dir"]) == ("gpt", "run", run)
+    assert resumed["id"] == first["id"] != other["id"] and resumed["resume"] == "allow"
 
 
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
@@ -242,8 +214,8 @@ def test_wandb_is_turned_off_with_a_note_at_its_first_error(tmp_path, wandb, bro
     assert notes == [
         f"Weights & Biases is no longer written: no network in {broken}; log.jsonl is still written"
     ]
-    assert len(read_log(log.path)) == 6 and fake.finished == 0
-    assert len(fake.rows) == (6 if broken == "finish" else 0)
+    calls = {"init": 0, "log": 1, "finish": 6}[broken]  # none after the first error
+    assert len(read_log(log.path)) == 6 and fake.init.return_value.log.call_count == calls
 
 
 def test_wandb_is_refused_before_the_run_if_it_is_missing(monkeypatch, tmp_path):

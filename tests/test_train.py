@@ -1,22 +1,18 @@
 """train.py: a run from beginning to end."""
 
 import dataclasses
-import io
 import json
 import os
-import re
 import subprocess
 
 import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
-from rich.console import Console
-from train_tools import command_line, last_state, losses, rows, run, same_as, steps_kept, train_py
+from train_tools import command_line, last_state, losses, rows, run, steps_kept, train_py
 
 from gptjax import devices, parallel
 from gptjax.config import Config
-from gptjax.optim import switch_algorithm
 from gptjax.training import compilation, flops
 from gptjax.training.run_log import read_log
 
@@ -49,27 +45,6 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     code, shown = run(config)
     assert code == 0 and "is complete" in shown
     assert (config.run_dir / "log.jsonl").read_bytes() == before
-
-
-def test_the_header_fits_80_columns(config, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    shown, quiet = io.StringIO(), {"max_steps": 1, "val_every": 0, "sample_every": 0}
-    config = dataclasses.replace(config, **quiet)
-    assert train_py.train(config, Console(file=shown, width=80)) == 0
-    header, rest = shown.getvalue().split("compiling   … usually less than a minute\n")
-    # A path may be longer than the line.
-    assert all(len(line) <= 80 or len(line.split()) == 1 for line in header.splitlines())
-    assert re.search(r"^compiled    \d+\.\d s \(", rest)
-
-
-def test_a_schedule_with_its_own_end_lets_a_normuon_run_be_prolonged(config):
-    optimizer = switch_algorithm(config.optimizer, "normuon")
-    optimizer = dataclasses.replace(optimizer, schedule_steps=20)
-    config = dataclasses.replace(config, optimizer=optimizer)
-    whole = dataclasses.replace(config, name="whole")
-    run(whole)
-    run(dataclasses.replace(config, max_steps=9))
-    same_as(whole, config, "resuming from step 9")
 
 
 def test_two_devices_learn_what_one_does_and_go_on_from_its_checkpoint(config, alone, monkeypatch):

@@ -108,11 +108,11 @@ def to_json(stages: Sequence[Stage]) -> list[dict[str, Any]]:
         {name: value for name, value in vars(stage).items() if value != default[name]}
         for stage in stages
     ]
-    return json.loads(json.dumps(options, default=_plain))
 
+    def plain(value: Any) -> Any:
+        return dict(value) if isinstance(value, Mapping) else str(value)
 
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else str(value)
+    return json.loads(json.dumps(options, default=plain))
 
 
 def from_json(text: str) -> Stage:

@@ -50,14 +50,13 @@ class Timeline:
         first = Span(1, 0, config.max_steps, config)
         self.spans = [first] if not config.stages else []
         begin = order = position = tokens = 0
+        lengths = None  # the options that define the training windows
         for number, stage in enumerate(config.stages, start=1):
             if begin >= config.max_steps:
                 break
             own = config.of_stage(number)
-            if self.spans and (
-                config.data_order == "sequential"
-                or _windows(own) != _windows(self.spans[-1].config)
-            ):
+            before, lengths = lengths, (own.sequence_length, own.max_document_length)
+            if self.spans and (config.data_order == "sequential" or lengths != before):
                 order, position = order + 1, 0
             end = min(stage.until or config.max_steps, config.max_steps)
             self.spans.append(Span(number, begin, end, own, order, position, tokens))
@@ -82,8 +81,3 @@ class Timeline:
         """Return the number of windows that the steps before `step` consumed in its order."""
         span = self.at(step)
         return span.position + (step - span.begin) * span.config.batch
-
-
-def _windows(config: Config) -> tuple[int, int | None]:
-    """Return the options that define the training windows."""
-    return config.sequence_length, config.max_document_length

@@ -111,17 +111,14 @@ class Throughput:
         self._last: float | None = None
 
     def step(self, now: float) -> float | None:
-        """Record the time in seconds at which a step completed; return `ms_per_step`."""
+        """Record the time in seconds at which a step completed; return the mean, or None until two
+        consecutive steps have completed."""
+        intervals = self._intervals_ms
         if self._last is not None:
-            self._intervals_ms.append(1000 * (now - self._last))
+            intervals.append(1000 * (now - self._last))
         self._last = now
-        return self.ms_per_step
+        return sum(intervals) / len(intervals) if intervals else None
 
     def pause(self) -> None:
         """Exclude the current interval, which includes time outside of steps."""
         self._last = None
-
-    @property
-    def ms_per_step(self) -> float | None:
-        """Mean step time in milliseconds; None until two consecutive steps have completed."""
-        return sum(self._intervals_ms) / len(self._intervals_ms) if self._intervals_ms else None

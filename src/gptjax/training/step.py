@@ -9,6 +9,7 @@ the first T are inputs, the last T their targets.
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
@@ -72,24 +73,18 @@ def init_state(
         parallel: devices and shardings of the state; None for JAX's default device.
         params: initial parameters, which become part of the state; None for random parameters.
     """
-    if parallel is None:
-        return _init_state(config, tx, seed, params)
-    with parallel.sharding_initial_arrays():
-        state = _init_state(config, tx, seed, params)
-    return jax.device_put(state, parallel.shardings(state))
-
-
-def _init_state(config, tx, seed, params) -> TrainState:
-    params = init_params(config, seed) if params is None else params
-    opt_state = tx.init(params)
-    return TrainState(
-        step=jnp.zeros((), jnp.int32),
-        params=low_precision.stored(params, opt_state),
-        opt_state=opt_state,
-        rng=jax.random.key_data(jax.random.key(seed)),
-        loss_window=OutlierWindow.empty(),
-        grad_norm_window=OutlierWindow.empty(),
-    )
+    with parallel.sharding_initial_arrays() if parallel else contextlib.nullcontext():
+        params = init_params(config, seed) if params is None else params
+        opt_state = tx.init(params)
+        state = TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=low_precision.stored(params, opt_state),
+            opt_state=opt_state,
+            rng=jax.random.key_data(jax.random.key(seed)),
+            loss_window=OutlierWindow.empty(),
+            grad_norm_window=OutlierWindow.empty(),
+        )
+    return state if parallel is None else jax.device_put(state, parallel.shardings(state))
 
 
 def loss_and_grads(
