@@ -32,8 +32,7 @@ spec.loader.exec_module(train)
 # The arrays of a tiny model are sharded, too.
 parallel.SMALLEST_SHARDED = 64
 
-KILLED_AT, STOPPED_AT = 8, 3
-FAILED_AT = 5
+STOPPED_AT, FAILED_AT, KILLED_AT = 1, 5, 8
 
 
 def run(config: Config) -> str:
@@ -106,6 +105,12 @@ def fail_log() -> None:
     run_log.RunLog.write = fail
 
 
+def command(file: str) -> None:
+    """Run the command itself, for what it prints and how it ends."""
+    sys.argv = ["train.py", "--config", file, "--distributed=auto"]
+    runpy.run_path(str(TRAIN), run_name="__main__")
+
+
 def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> None:
     """Run a scenario; the results are written as JSON beside the config file."""
     group = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": count}
@@ -113,17 +118,11 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     status_line.LOG_EVERY = 1
     config = runpy.run_path(file)["config"]
     results = {}
-    if scenario == "killed":  # the command itself, for what it prints and how it ends
+    if scenario == "killed":
+        processes.HEARTBEAT_SECONDS = 10
         interrupt(KILLED_AT, signal.SIGKILL)
-    if scenario == "failed log" and index == 0:
-        fail_log()
     if scenario != "runs":
-        options = ["--distributed=auto"]
-        if scenario.startswith("failed"):
-            options.append(f"--name={scenario}")
-        sys.argv = ["train.py", "--config", file, *options]
-        runpy.run_path(str(TRAIN), run_name="__main__")
-        return
+        command(file)
     if count == 1:
         train.put = put_as_processes
     else:
@@ -137,11 +136,16 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
         for name, refused in refusals(config, index).items():
             name = f"refused {name}"
             results[name] = run(dataclasses.replace(refused, name=name))
+        commit = provenance.commit
         if index:
             provenance.commit = lambda: "other"
         results["refused commit"] = run(config)
     Path(file).with_name(f"{scenario} {count} {index}.json").write_text(json.dumps(results))
-    processes.finish()
+    if count == 2:
+        provenance.commit = commit
+        if index == 0:
+            fail_log()
+        command(file)
 
 
 if __name__ == "__main__":

@@ -88,22 +88,27 @@ def file(words, tmp_path_factory):
     return folder / "config.py"
 
 
-def results(scenario: str, file: Path, count: int) -> list[dict[str, str]]:
-    """Run a scenario without an error; return the results of each process."""
-    for code, shown in group(scenario, file, count):
-        assert code == 0, shown
-    files = [file.with_name(f"{scenario} {count} {i}.json") for i in range(count)]
+def results(file: Path, ended: list[tuple[int, str]]) -> list[dict[str, str]]:
+    """Return the results of the runs in each process."""
+    files = [file.with_name(f"runs {len(ended)} {i}.json") for i in range(len(ended))]
+    assert all(file.exists() for file in files), ended
     return [json.loads(file.read_text()) for file in files]
 
 
 @pytest.fixture(scope="module")
 def one(file):
-    return results("runs", file, 1)
+    return results(file, group("runs", file, 1))
 
 
 @pytest.fixture(scope="module")
-def two(file):
-    return results("runs", file, 2)
+def failed(file):
+    """How two processes end: after their runs, process 0 fails."""
+    return group("runs", file, 2)
+
+
+@pytest.fixture(scope="module")
+def two(file, failed):
+    return results(file, failed)
 
 
 def losses(file: Path, name: str) -> list[float]:
@@ -121,15 +126,18 @@ def test_two_processes_have_the_losses_of_one(file, one, two, name):
     assert expected[-1] < expected[0] - 0.5
 
 
-def test_a_signal_to_one_stops_all_and_a_killed_one_ends_all_and_the_run_resumes(file, two):
-    # SIGTERM came to process 1 only.
+def test_a_signal_an_error_and_a_kill_of_one_process_end_all_and_the_run_resumes(file, failed, two):
+    """One run: process 1 gets SIGTERM, process 0 cannot write its log, process 1 is killed."""
     assert [result["stopped"] for result in two] == [str(128 + signal.SIGTERM)] * 2
-    stopped_at = newest(file)
-    assert 3 < stopped_at < 8
+    newest_is = "the newest complete checkpoint is of step 4; the same command resumes the run"
+    message = f"error: stopped at step 5: No space left on device; {newest_is}\n"
+    assert failed[0][0] == 1 and message in failed[0][1]
+    assert "Traceback" not in failed[0][1] and "step 1/" not in failed[0][1]
+    check_ended(failed[1])
     alive, killed = group("killed", file, 2)
-    assert killed[0] == -signal.SIGKILL and f"step {stopped_at + 1}/" in alive[1]
+    assert killed[0] == -signal.SIGKILL and "step 5/" in alive[1] and "step 4/" not in alive[1]
     check_ended(alive)
-    assert newest(file) < 10
+    assert 4 < newest(file) < 10
     first, second = group("command", file, 2)
     assert first[0] == second[0] == 0, first[1] + second[1]
     assert re.search(r"processes +0 on \S+: 1 × cpu\n +1 on \S+: 1 × cpu\n", first[1])
@@ -144,17 +152,8 @@ def check_ended(process: tuple[int, str]) -> None:
     assert processes.ENDED in shown or "another task died" in shown, shown
 
 
-def test_an_error_of_one_process_ends_all(file):
-    failed, other = group("failed log", file, 2)
-    assert newest(file, "failed log") == 4
-    newest_is = "the newest complete checkpoint is of step 4; the same command resumes the run"
-    message = f"error: stopped at step 5: No space left on device; {newest_is}\n"
-    assert failed[0] == 1 and message in failed[1] and "Traceback" not in failed[1]
-    check_ended(other)
-
-
-def newest(file: Path, name: str = "interrupted") -> int:
-    folder = file.parent / name / "checkpoints"
+def newest(file: Path) -> int:
+    folder = file.parent / "interrupted" / "checkpoints"
     return max(int(path.name) for path in folder.iterdir() if path.name.isdigit())
 
 
