@@ -1,11 +1,11 @@
 """gptjax.bench: the harness measures the named implementations, reports failures, and refuses what
 it cannot measure."""
 
-import importlib.util
 import itertools
 import json
 from pathlib import Path
 
+import draw
 import jax
 import jax.numpy as jnp
 import pytest
@@ -190,10 +190,6 @@ DRAWN = ["kernels/norm.json", "ladder.json", "profile/bf16_64.json"]
 
 @pytest.mark.parametrize("file", DRAWN)
 def test_a_result_is_drawn(file, tmp_path):
-    path = BENCHMARKS / "tools" / "draw.py"
-    spec = importlib.util.spec_from_file_location("draw", path)
-    draw = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(draw)
     assert draw.main([str(BENCHMARKS / "results" / file), str(tmp_path)]) == 0
     (picture,) = tmp_path.glob("*.png")
     assert picture.stat().st_size > 5000

@@ -1,7 +1,7 @@
 """Triton kernels on GPUs that this machine does not have: a few compiled here, all in
 benchmarks/results/cards.json."""
 
-import importlib.util
+import importlib
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -16,11 +16,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "cards.json"
 
 @pytest.fixture(scope="module")
 def tool():
-    path = ROOT / "benchmarks" / "tools" / "compile_for_cards.py"
-    spec = importlib.util.spec_from_file_location("compile_for_cards", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("compile_for_cards")
 
 
 @pytest.mark.parametrize(

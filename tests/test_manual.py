@@ -2,10 +2,12 @@
 messages of the troubleshooting pages exist."""
 
 import ast
-import importlib.util
 import re
 from dataclasses import fields
 from pathlib import Path
+
+import document_options
+import draw_speed
 
 from gptjax import Config, OptimizerConfig
 
@@ -32,7 +34,7 @@ def test_the_index_has_every_page():
 
 
 def test_the_pages_are_short():
-    pages = [ROOT / "README.md", *DOCS.glob("*.md")]
+    pages = [ROOT / "README.md", *DOCS.glob("*.md"), *DOCS.glob("kernels/*.md")]
     lengths = {
         path.relative_to(ROOT): words(path.read_text(encoding="utf-8"))
         for path in pages
@@ -43,18 +45,8 @@ def test_the_pages_are_short():
     assert {*MOST_WORDS_OF} <= {name.name for name in lengths} and len(lengths) > 20
 
 
-def tool(name):
-    """Import a file of benchmarks/tools."""
-    spec = importlib.util.spec_from_file_location(
-        name, ROOT / "benchmarks" / "tools" / f"{name}.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_page_of_options_has_every_option():
-    page = tool("document_options").page()
+    page = document_options.page()
     flags = [f"--{f.name}" for f in fields(Config) if f.name not in ("model", "optimizer")]
     flags += [f"--optimizer.{f.name}" for f in fields(OptimizerConfig)]
     assert [flag for flag in flags if f"| `{flag.replace('_', '-')}` | " not in page] == []
@@ -62,7 +54,6 @@ def test_the_page_of_options_has_every_option():
 
 
 def test_the_picture_of_the_speed_is_drawn_from_the_results(tmp_path):
-    draw_speed = tool("draw_speed")
     speeds = [draw_speed.throughput(*case) for _, *case in draw_speed.CASES]
     assert all({*speed} == {"gptjax", "llm.c", "PyTorch 2.11, compiled"} for speed in speeds)
     assert [round(speed["llm.c"] / 1000) for speed in speeds] == [569, 186]

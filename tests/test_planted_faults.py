@@ -1,18 +1,15 @@
 """The planted faults fit the code, and benchmarks/tools/planted_faults.py judges each fault."""
 
-import importlib.util
 import re
 import tomllib
 from pathlib import Path
 
+import planted_faults
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TOOL = ROOT / "benchmarks" / "tools" / "planted_faults.py"
-spec = importlib.util.spec_from_file_location("planted_faults", TOOL)
-planted_faults = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(planted_faults)
-LISTED = tomllib.loads(TOOL.with_suffix(".toml").read_text(encoding="utf-8"))["fault"]
+LIST = ROOT / "benchmarks" / "tools" / "planted_faults.toml"
+LISTED = tomllib.loads(LIST.read_text(encoding="utf-8"))["fault"]
 FAULTS = {fields["name"]: planted_faults.Fault(**fields) for fields in LISTED}
 
 

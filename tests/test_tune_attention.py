@@ -2,25 +2,21 @@
 that the kernels read."""
 
 import dataclasses
-import importlib.util
+import importlib
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
 from pallas_kernels import _dispatch, extend
 from pallas_kernels.attention import mosaic_backward, mosaic_forward, triton
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "tune_attention.py"
 SHAPE = ["--shape", "1", "64", "1", "16", "--dtype", "fp16"]
 
 
 @pytest.fixture
 def tune(tmp_path, monkeypatch):
-    spec = importlib.util.spec_from_file_location("tune_attention", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("tune_attention")
     for file in module.FOLDER.glob("*_tiles.json"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path)

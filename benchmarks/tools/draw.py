@@ -9,16 +9,26 @@ target are left out. Of ladder it is the tokens/s of a rung, of profile the time
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from gptjax.bench import results, style
+from gptjax.bench import results
 from gptjax.bench.hlo import ORDER, PASSES
+from gptjax.plot import BLUE, DARK_GREY, GREEN, ORANGE, picture
 
+GREY, LIGHT_GREY, LIGHT_ORANGE, VIOLET = "#9a9a9a", "#d0d0d0", "#f2b880", "#c9b7dd"
 # Of implementations and systems, by the first word of the name.
-COLOURS = {"mosaic": style.BLUE, "auto": style.BLUE, "gptjax": style.BLUE, "triton": style.GREEN}
-COLOURS |= {"xla": style.GREY, "cudnn": style.DARK_GREY, "torch": style.ORANGE}
-COLOURS |= {"torch.compile": style.LIGHT_ORANGE}
-PASS_COLOURS = dict(zip(PASSES, (style.BLUE, style.VIOLET, style.ORANGE, style.GREEN), strict=True))
+COLOURS = {"mosaic": BLUE, "auto": BLUE, "gptjax": BLUE, "triton": GREEN}
+COLOURS |= {"xla": GREY, "cudnn": DARK_GREY, "torch": ORANGE}
+COLOURS |= {"torch.compile": LIGHT_ORANGE}
+PASS_COLOURS = dict(zip(PASSES, (BLUE, VIOLET, ORANGE, GREEN), strict=True))
 CEILINGS = {"memory": "copy rate", "bf16": "bf16 matmul"}
+# A text to the right of a point, on a background that hides grid lines.
+BESIDE = {
+    "xytext": (4, 0),
+    "textcoords": "offset points",
+    "va": "center",
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5},
+}
 # The heading of a group of bars; text, length and colour of a bar.
 Bar = tuple[str, str, float, str]
 
@@ -32,11 +42,11 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     is_folder = options.results.is_dir()
     for file in sorted(options.results.glob("*.json")) if is_folder else [options.results]:
-        result, picture = results.read(file), options.pictures / f"{file.stem}.png"
+        result, out = results.read(file), options.pictures / f"{file.stem}.png"
         first = result["rows"][0]
         draw = draw_profile if "parts" in first else draw_ladder
-        (draw if "model" in first else draw_kernels)(result, picture)
-        print(f"wrote {picture}")
+        (draw if "model" in first else draw_kernels)(result, out)
+        print(f"wrote {out}")
     return 0
 
 
@@ -49,7 +59,7 @@ def draw_kernels(result: dict, path: Path) -> None:
         case = f"{row['kernel']}: {row['case']}   (of the {bound}; target {row['bar']})"
         name = row["implementation"]
         text = f"{name}: did not run" if "error" in row else f"{name}  {row['ms']:.3g} ms"
-        colour = COLOURS.get(name.split()[0].rstrip(","), style.VIOLET)
+        colour = COLOURS.get(name.split()[0].rstrip(","), VIOLET)
         bars.append((case, text, 100 * row.get("ceiling", 0), colour))
     rates = f"copy {limits['bytes_per_s'] / 1e12:.2f} TB/s, bf16 matmul"
     rates += f" {limits['flops_per_s'] / 1e12:.0f} TFLOP/s"
@@ -80,7 +90,7 @@ def draw_profile(result: dict, path: Path) -> None:
         heading = f"{part}: {ms:.2f} ms, {ms / span:.1%}"
         bars += [(heading, f"{p}  {ms:.2f}", ms, PASS_COLOURS[p]) for p, ms in passes.items()]
     idle = row["idle_ms"]
-    bars.append((f"idle: {idle / span:.1%}", f"idle  {idle:.2f}", idle, style.LIGHT_GREY))
+    bars.append((f"idle: {idle / span:.1%}", f"idle  {idle:.2f}", idle, LIGHT_GREY))
     step = f"{row['model']} {row['precision']}, {row['untraced_ms']:.2f} ms a step"
     _draw(path, bars, f"{row['device']}: {step}", "ms a step, in the trace")
 
@@ -93,17 +103,24 @@ def _draw(path: Path, bars: Iterable[Bar], title: str, label: str) -> None:
         lines += [(heading, None, "")] if heading != last else []
         lines.append(tuple(bar))
         last = heading
-    with style.picture(path, (10, 0.22 * len(lines) + 1.5)) as axes:
-        style.bars(axes)
+    with picture(path, (10, 0.22 * len(lines) + 1.5)) as axes:
+        style_bars(axes)
         for y, (text, length, colour) in enumerate(lines):
             if length is not None:
                 axes.barh(y, length, height=0.85, color=colour)
             weight = "bold" if length is None else "normal"
-            axes.annotate(text, (length or 0, y), fontsize=7, weight=weight, **style.BESIDE)
+            axes.annotate(text, (length or 0, y), fontsize=7, weight=weight, **BESIDE)
         longest = max((length for _, length, _ in lines if length), default=1)
         axes.set(ylim=(len(lines), -1), xlim=(0, 1.35 * longest), yticks=[])
         axes.set(xlabel=label, title=title)
         axes.xaxis.set_major_formatter("{x:,.0f}")
+
+
+def style_bars(axes: Any) -> None:
+    """Style axes with horizontal bars and their own labels: a grid across the bars alone."""
+    axes.grid(axis="y", visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
 
 
 if __name__ == "__main__":

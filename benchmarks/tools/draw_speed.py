@@ -9,7 +9,10 @@ gptjax and PyTorch are read from benchmarks/results/step. llm.c was measured in 
 import argparse
 from pathlib import Path
 
-from gptjax.bench import results, style
+from draw import BESIDE, style_bars
+
+from gptjax.bench import results
+from gptjax.plot import BLUE, GREEN, ORANGE, picture
 
 ROOT = Path(__file__).parents[2]
 # Title, result, tokens of a step, and the milliseconds of llm.c's train_gpt2cu.
@@ -33,21 +36,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "images" / "speed.png")
     out = parser.parse_args(argv).out
     colours = {
-        "gptjax": style.BLUE,
-        "llm.c": style.GREEN,
-        "PyTorch 2.11, compiled": style.ORANGE,
+        "gptjax": BLUE,
+        "llm.c": GREEN,
+        "PyTorch 2.11, compiled": ORANGE,
     }
-    with style.picture(out, (7, 2.6)) as axes:
-        style.bars(axes)
+    with picture(out, (7, 2.6)) as axes:
+        style_bars(axes)
         y = 0.0
         for title, *case in CASES:
             speeds = throughput(*case)
-            axes.annotate(title, (0, y), weight="bold", **style.BESIDE)
+            axes.annotate(title, (0, y), weight="bold", **BESIDE)
             for name in colours:
                 y += 1
                 axes.barh(y, speeds[name], height=0.8, color=colours[name])
                 text = f"{name}  {speeds[name]:,.0f}"
-                axes.annotate(text, (speeds[name], y), **style.BESIDE)
+                axes.annotate(text, (speeds[name], y), **BESIDE)
             y += 1.4
         axes.set(ylim=(y, -1), xlim=(0, 850_000), yticks=[])
         axes.set_xlabel("tokens per second of training, GPT-2 124M on one H200")

@@ -9,12 +9,9 @@ device and the date of the measurement, and links to the result files.
 
 import argparse
 import re
-import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent))
-
-from _tables import ROOT, TABLES, Results  # noqa: E402
+from _tables import ROOT, TABLES, Results
 
 TABLE = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
 

@@ -6,24 +6,75 @@
 This module does not import JAX, so that the command starts fast.
 """
 
+import contextlib
 import functools
 import itertools
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import matplotlib
 import numpy as np
 import tyro
+from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
-from gptjax.bench import style
+from gptjax.files import replacing
 from gptjax.terminal import command_line, exit_code
 from gptjax.training.run_log import read_log
 
+STYLE = {
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "font.family": "DejaVu Sans",
+    "font.size": 8,
+    "axes.titlesize": 10,
+    "axes.labelsize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "legend.fontsize": 8,
+}
+BLUE, ORANGE, GREEN, DARK_GREY = "#1b6ca8", "#e07b39", "#3fa34d", "#6f6f6f"
+COLOURS = (BLUE, ORANGE, GREEN, "#8a5aab", "#c44e52", "#8c6d31", "#d77fb3", DARK_GREY)
+
 X = Literal["tokens", "steps", "time"]
 _SEED = re.compile(r"[-_.]?seed[-_.]?\d+$")
+
+
+@contextlib.contextmanager
+def picture(
+    path: Path, size: tuple[float | int, float | int], *shape: int, **how: Any
+) -> Iterator[Any]:
+    """Yield the axes of a picture in the common style; save it at the end.
+
+    The global state of pyplot is not touched.
+
+    Args:
+        path: the suffix selects the format (png, pdf, svg, …). The folder is created if absent.
+        size: width and height in inches.
+        shape, how: arguments of `Figure.subplots`.
+
+    Raises:
+        ValueError: the suffix is not a supported format.
+    """
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        names = ", .".join(sorted(formats))
+        raise ValueError(f"{path}: expected a picture's name that ends in one of .{names}")
+    with matplotlib.rc_context(STYLE | {"axes.prop_cycle": matplotlib.cycler(color=COLOURS)}):
+        figure = Figure(figsize=size, layout="constrained")
+        yield figure.subplots(*shape, **how)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as temporary:
+            figure.savefig(temporary, format=path.suffix[1:].lower())
 
 
 class _Run(NamedTuple):
@@ -56,7 +107,7 @@ def plot_runs(
         `out` as a Path.
 
     Raises:
-        FileNotFoundError: a run or the folder of `out` does not exist.
+        FileNotFoundError: a run does not exist.
         ValueError: no paths, a log without a finite training value or without times (for `x` of
             "time"), a malformed log, runs of a group that have no steps in common, or an unknown
             image format.
@@ -64,15 +115,13 @@ def plot_runs(
     out = Path(out)
     if not paths:
         raise ValueError("nothing to plot: pass at least one run folder or log.jsonl")
-    if not out.parent.is_dir():
-        raise FileNotFoundError(f"no folder {out.parent} to write {out.name} into; create it first")
     runs, groups = _read_all([Path(path) for path in paths], x, metric), {}
     for run in runs:
         groups.setdefault(_SEED.sub("", run.name) if group else run.name, []).append(run)
     # One width for all curves, which are compared.
     half_width = max(np.ptp(run.train[0]) for run in runs) / 50
-    with style.picture(out, (9, 5.5)) as axes:
-        colors = itertools.cycle(style.COLOURS)
+    with picture(out, (9, 5.5)) as axes:
+        colors = itertools.cycle(COLOURS)
         handles = [
             _draw(axes, name, seeds, half_width, color)
             for (name, seeds), color in zip(groups.items(), colors, strict=False)
