@@ -9,6 +9,7 @@ device and the date of the measurement, and links to the result files.
 
 import argparse
 import re
+import sys
 from pathlib import Path
 
 from _tables import ROOT, TABLES, Results
