@@ -47,57 +47,33 @@ __all__ = [
     "save_hf",
     "save_llmc",
 ]
-_PUBLIC = {
-    "Batch": "gptjax.data",
-    "Config": "gptjax.config",
-    "OptimizerConfig": "gptjax.optim",
-    "Parallel": "gptjax.parallel",
-    "GPT2": "gptjax.models.gpt2",
-    "GPT2Config": "gptjax.models.gpt2",
-    "Llama3": "gptjax.models.llama3",
-    "Llama3Config": "gptjax.models.llama3",
-    "PRESETS": "gptjax.models.registry",
-    "Speedrun": "gptjax.models.speedrun",
-    "SpeedrunConfig": "gptjax.models.speedrun",
-    "loss_fn": "gptjax.models.base",
-    "Precision": "gptjax.precision",
-    "Stage": "gptjax.stages",
-    "generate": "gptjax.generation",
-    "init_state": "gptjax.training.step",
-    "make_train_step": "gptjax.training.step",
-    "load": "gptjax.weights",
-    "load_hf": "gptjax.weights",
-    "save_hf": "gptjax.weights",
-    "load_llmc": "gptjax.weights",
-    "save_llmc": "gptjax.weights",
+_MODULE_OF = {
+    "Batch": "data",
+    "Config": "config",
+    "OptimizerConfig": "optim",
+    "Parallel": "parallel",
+    "PRESETS": "models.registry",
+    "loss_fn": "models.base",
+    "Precision": "precision",
+    "Stage": "stages",
+    "generate": "generation",
+    **dict.fromkeys(("GPT2", "GPT2Config"), "models.gpt2"),
+    **dict.fromkeys(("Llama3", "Llama3Config"), "models.llama3"),
+    **dict.fromkeys(("Speedrun", "SpeedrunConfig"), "models.speedrun"),
+    **dict.fromkeys(("init_state", "make_train_step"), "training.step"),
+    **dict.fromkeys(("load", "load_hf", "load_llmc", "save_hf", "save_llmc"), "weights"),
 }
 _MODULES = (
-    *(
-        "bench",
-        "cli",
-        "config",
-        "data",
-        "devices",
-        "evaluation",
-        "generation",
-        "models",
-        "optim",
-        "parallel",
-        "plot",
-        "precision",
-        "processes",
-        "stages",
-        "training",
-    ),
-    "weights",
-)
+    "bench cli config data devices evaluation generation models optim parallel plot precision "
+    "processes stages training weights"
+).split()
 
 
 def __getattr__(name: str):
     import importlib
 
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"gptjax.{_MODULE_OF[name]}"), name)
     if name in _MODULES:
         return importlib.import_module(f"gptjax.{name}")
     raise AttributeError(f"module 'gptjax' has no attribute {name!r}")
