@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
-from gptjax.generation.stream import token_chunks
 from gptjax.models import gpt2
 from pallas_kernels import Filters, sample_token
 
@@ -75,31 +74,18 @@ def test_the_cache_costs_no_precision(precision):
     assert cached_error < 2 * own_error + 3e-5
 
 
-@pytest.mark.parametrize("batch, prompt, new", [(1, 1, 5), (3, 22, 1)])
-def test_greedy_equals_repeated_full_forwards(batch, prompt, new):
-    model = make_model(**ODD)
-    expected_BT = random_tokens(batch, prompt, ODD["vocab_size"], seed=batch)
-    out_BT = generate(model, expected_BT, max_new_tokens=new, temperature=0, key=KEY)
-    for _ in range(new):
-        next_B = jnp.argmax(forward(model, expected_BT)[:, -1], axis=-1).astype(jnp.int32)
-        expected_BT = jnp.concatenate([expected_BT, next_B[:, None]], axis=1)
-    np.testing.assert_array_equal(out_BT, expected_BT)
-    assert out_BT.dtype == jnp.int32
-
-
-def test_the_whole_block_can_be_filled():
-    model, prompt = make_model(seed=1, **ODD), 9
-    prompt_BT = random_tokens(2, prompt, ODD["vocab_size"])
-    out_BT = generate(
-        model, prompt_BT, max_new_tokens=ODD["block_size"] - prompt, temperature=0, key=KEY
-    )
-    assert out_BT.shape == (2, ODD["block_size"])
+@pytest.mark.parametrize("batch, prompt, new", [(1, 1, 5), (3, 22, 1), (2, 9, 14)])
+def test_greedy_equals_full_forwards(batch, prompt, new):
+    """Up to the whole block."""
+    model = make_model(seed=1, **ODD)
+    prompt_BT = random_tokens(batch, prompt, ODD["vocab_size"], seed=batch)
+    out_BT = generate(model, prompt_BT, max_new_tokens=new, temperature=0, key=KEY)
+    assert out_BT.dtype == jnp.int32 and out_BT.shape == (batch, prompt + new)
     np.testing.assert_array_equal(out_BT[:, :prompt], prompt_BT)
-    np.testing.assert_array_equal(
-        out_BT[:, prompt:], jnp.argmax(forward(model, out_BT), axis=-1)[:, prompt - 1 : -1]
-    )
+    likeliest_BT = jnp.argmax(forward(model, out_BT), axis=-1)
+    np.testing.assert_array_equal(out_BT[:, prompt:], likeliest_BT[:, prompt - 1 : -1])
     # The text must not have run into a single repeated token, which would prove little.
-    assert len(np.unique(np.asarray(out_BT[:, prompt:]))) > 4
+    assert new < 14 or len(np.unique(np.asarray(out_BT[:, prompt:]))) > 4
 
 
 @pytest.mark.parametrize(
@@ -150,42 +136,32 @@ def test_filters_keep_exactly_the_right_tokens(top_k, top_p, kept):
     assert set(np.asarray(drawn).tolist()) == kept
 
 
-def chi_square(drawn, probabilities):
-    counts = np.bincount(drawn, minlength=len(probabilities))
-    expected = len(drawn) * np.asarray(probabilities, np.float64)
-    return (((counts - expected) ** 2) / expected).sum()
-
-
-@pytest.mark.parametrize("temperature", [0.7, 1.0, 2.0])
-def test_draws_follow_the_softmax(temperature):
+# Exceeded once in 10,000 keys with six and three degrees of freedom.
+@pytest.mark.parametrize(
+    "temperature, top_k, limit",
+    [(0.7, None, 27.9), (1.0, None, 27.9), (2.0, None, 27.9), (1.0, 4, 21.1)],
+)
+def test_draws_follow_the_softmax(temperature, top_k, limit):
+    """Of the kept tokens, renormalized."""
     model = make_model(gain=5.0, **SMALL)
     prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
-    out = np.asarray(generate(model, prompt_BT, max_new_tokens=2, temperature=temperature, key=KEY))
+    how = dict(max_new_tokens=2, temperature=temperature, top_k=top_k, key=KEY)
+    out = np.asarray(generate(model, prompt_BT, **how))
 
-    def probabilities(tokens, at):
-        return jax.nn.softmax(forward(model, jnp.array([tokens], jnp.int32))[0, -1] / at)
+    def chi_square(drawn, tokens, at):
+        probs = jax.nn.softmax(forward(model, jnp.array([tokens], jnp.int32))[0, -1] / at)
+        kept = np.argsort(-probs)[:top_k]
+        counts, probs = np.bincount(drawn, minlength=len(probs))[kept], np.asarray(probs)[kept]
+        assert counts.sum() == len(drawn)
+        expected = len(drawn) * probs.astype(np.float64) / probs.sum()
+        return (((counts - expected) ** 2) / expected).sum()
 
-    limit = 27.9  # six degrees of freedom: exceeded once in 10,000 keys
-    assert chi_square(out[:, 2], probabilities([3, 1], temperature)) < limit
-    assert chi_square(out[:, 2], probabilities([3, 1], 1.5 * temperature)) > limit
+    assert chi_square(out[:, 2], [3, 1], temperature) < limit
+    assert chi_square(out[:, 2], [3, 1], 1.5 * temperature) > limit
     # The second draw, inside the scan, given the first: a key used twice would distort it.
     common = int(np.bincount(out[:, 2]).argmax())
     second = out[out[:, 2] == common, 3]
-    assert chi_square(second, probabilities([3, 1, common], temperature)) < limit
-
-
-def test_filtered_draws_follow_the_renormalized_softmax():
-    model = make_model(gain=5.0, **SMALL)
-    prompt_BT = jnp.tile(jnp.array([[3, 1]], jnp.int32), (8000, 1))
-    out = np.asarray(generate(model, prompt_BT, max_new_tokens=1, top_k=4, key=KEY))[:, 2]
-    probs = np.asarray(jax.nn.softmax(forward(model, prompt_BT[:1])[0, -1]))
-    kept = np.argsort(-probs)[:4]
-    assert set(out.tolist()) == set(kept.tolist())
-    rank = {token: i for i, token in enumerate(kept.tolist())}
-    assert (
-        chi_square(np.array([rank[t] for t in out.tolist()]), probs[kept] / probs[kept].sum())
-        < 21.1
-    )
+    assert chi_square(second, [3, 1, common], temperature) < limit
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
@@ -194,17 +170,14 @@ def test_the_key_decides_and_a_longer_text_begins_with_the_shorter(impl):
     model = make_model(**ODD)
     prompt_BT = random_tokens(2, 4, ODD["vocab_size"])
     key, another = (jax.random.key(seed, impl=impl) for seed in (1, 2))
-    one, same, other = (
-        np.asarray(generate(model, prompt_BT, max_new_tokens=9, key=key))
-        for key in (key, key, another)
+    one, same, other, longer = (
+        np.asarray(generate(model, prompt_BT, max_new_tokens=new, key=key))
+        for key, new in ((key, 9), (key, 9), (another, 9), (key, 15))
     )
-    longer = np.asarray(generate(model, prompt_BT, max_new_tokens=15, key=key))
     np.testing.assert_array_equal(one, same)
     np.testing.assert_array_equal(longer[:, :13], one)
     fewer_rows = generate(model, prompt_BT[:1], max_new_tokens=9, key=key)
     np.testing.assert_array_equal(fewer_rows, one[:1])
-    chunks = token_chunks(model, np.asarray(prompt_BT), max_new_tokens=9, key=key, steps=3)
-    np.testing.assert_array_equal(np.concatenate([*chunks], axis=1), one[:, 4:])
     assert (one[:, 4:] != other[:, 4:]).any() and (one[0] != one[1]).any()
     uniform = np.asarray(generate(model, prompt_BT, max_new_tokens=9, temperature=1e30, key=KEY))
     neighbours = uniform[:, 4:-1], uniform[:, 5:]
