@@ -36,7 +36,6 @@ from torch_several import Spec, TorchSeveral
 from gptjax import load_llmc
 from gptjax.bench import BenchError, harness, results
 from gptjax.bench import __main__ as bench
-from gptjax.bench.configs import ModelOptions, one_micro_batch
 from gptjax.config import Config
 from gptjax.data.shards import open_shard
 from gptjax.models.gpt2 import PRESETS, GPT2Config
@@ -104,26 +103,17 @@ def test_pytorchs_step_is_the_references(flash, fused):
         )
 
 
-def test_pytorchs_options():
+def test_a_forward_pass_alone_trains_nothing():
     how = How(precision="bf16", compiled=False)
-    ours = TorchStep(TINY, how, batch=1, sequence_length=4, device="cpu", forward=True)
+    sizes = {"batch": 1, "sequence_length": 4, "device": "cpu"}
+    ours = TorchStep(TINY, how, forward=True, **sizes)
     assert ours.model.wte.shape == (64, 16) and int(ours.tokens_BT.max()) < 61
     before = [p.detach().clone() for p in ours.model.parameters()]
-    assert ours.run(2) > 0
-    # forward alone
+    assert ours.run(2) > 0 and not ours.step().requires_grad
     assert all(torch.equal(a, b) for a, b in zip(before, ours.model.parameters(), strict=True))
-    assert not ours.step().requires_grad
-    trained = TorchStep(
-        TINY,
-        dataclasses.replace(how, fused=False),
-        batch=1,
-        sequence_length=4,
-        device="cpu",
-        like=ours,
-    )
-    assert trained.model is ours.model
+    trained = TorchStep(TINY, dataclasses.replace(how, fused=False), like=ours, **sizes)
     trained.run(1)
-    assert not torch.equal(before[0], trained.model.wte)
+    assert trained.model is ours.model and not torch.equal(before[0], trained.model.wte)
 
 
 LLAMA = Llama3Config(
@@ -207,16 +197,18 @@ def test_every_linear_layer_is_in_fp8(model, precision):
     assert np.isfinite(grown).all()
 
 
-def test_the_precision_of_pytorchs_step_is_the_configs():
-    """Not bf16 under the name of FP8."""
-    base = one_micro_batch(ModelOptions().base(), 4, 8)
-    device = harness.one_device()
+def test_precision_and_strategy_of_pytorch_are_the_configs():
+    """Not bf16 under the name of FP8; FSDP2 keeps the gathered parameters for zero1, and gathers
+    them again for fsdp."""
     expected = {"bf16_residual_fp32": "bf16", "fp8_head": "fp8_head", "fp8": "fp8", "tf32": "tf32"}
     for name, theirs in expected.items():
-        model = dataclasses.replace(base.model, precision=Precision(name))
-        how = torch_side.how_of(dataclasses.replace(base, model=model), device)
+        how = torch_side.how_of(config_of(MODEL, name), harness.one_device())
         assert how.precision == theirs
         assert ("FP8" in str(how)) == ("fp8" in theirs) and how.autocast == (theirs != "tf32")
+    expected = {"data": ("ddp", None), "zero1": ("fsdp2", False), "fsdp": ("fsdp2", True)}
+    for ours, theirs in expected.items():
+        fields = torch_side.strategy_fields(config_of(MODEL, parallel=ours))
+        assert (fields["parallel"], fields.get("reshard_after_forward")) == theirs
 
 
 # ---------------------------------------------------------------------------- a ladder, and turns
@@ -330,14 +322,6 @@ def test_the_step_is_that_of_one_process_on_the_whole_batch(forked, strategy, re
     assert several.peak is None and several.has_room() and not multiprocessing.active_children()
 
 
-def test_the_strategy_of_pytorch():
-    """FSDP2 keeps the gathered parameters for zero1, and gathers them again for fsdp."""
-    expected = {"data": ("ddp", None), "zero1": ("fsdp2", False), "fsdp": ("fsdp2", True)}
-    for ours, theirs in expected.items():
-        fields = torch_side.strategy_fields(config_of(MODEL, parallel=ours))
-        assert (fields["parallel"], fields.get("reshard_after_forward")) == theirs
-
-
 def out_of_memory(connection, spec, rank, store):
     """Process 1 fails in its step, and the other waits for it."""
 
@@ -407,12 +391,8 @@ def llmc(tmp_path):
     log = tmp_path / "log.jsonl"
 
     def write(precision="BF16", failure=""):
-        settings = {
-            "LOG": str(log),
-            "COPIES": str(tmp_path),
-            "PRECISION": precision,
-            "FAILURE": failure,
-        }
+        settings = {"LOG": str(log), "COPIES": str(tmp_path)}
+        settings |= {"PRECISION": precision, "FAILURE": failure}
         program = tmp_path / "train_gpt2cu"
         head = [f"{name} = {value!r}" for name, value in settings.items()]
         program.write_text("\n".join([f"#!{sys.executable} -SI", *head, PLAYER]))
@@ -476,13 +456,11 @@ def test_what_llmc_does_not_have_is_refused(tmp_path):
     with pytest.raises(BenchError, match="no file .*/train_gpt2cu: run `make train_gpt2cu USE"):
         find_program(tmp_path)
     assert why_no_llmc(config_of(MODEL)) is None
-    llama = Llama3Config(block_size=8, n_layer=1, n_head=2, n_kv_head=1, n_embd=16)
+    normuon = switch_algorithm(Config().optimizer, "normuon")
     refused = {
-        "trains GPT-2, not Llama3Config": config_of(llama),
+        "trains GPT-2, not Llama3Config": config_of(LLAMA),
         "not fp8: ": config_of(MODEL, "fp8"),
-        "AdamW, not normuon": config_of(
-            MODEL, optimizer=switch_algorithm(Config().optimizer, "normuon")
-        ),
+        "AdamW, not normuon": config_of(MODEL, optimizer=normuon),
         "separate documents": config_of(MODEL, separate_documents=True),
         "multiple of 128, got 64": config_of(dataclasses.replace(MODEL, padded_vocab_size=64)),
     }
@@ -559,31 +537,20 @@ def test_the_figures_of_a_row():
 
 def test_the_bytes_of_a_step():
     """Weights that enter a matmul, and the keys and values of prompt + new/2 positions."""
-    assert generate.step_bytes(abstract(TINY), 3, 4, 2) == (
-        4 * (TINY.num_params - 8 * 16) + 3 * (4 + 2 / 2) * 2 * 2 * 16 * 4
+    llama = dataclasses.replace(
+        LLAMA, n_layer=3, n_head=4, n_kv_head=2, precision=Precision("bf16"), tie_embeddings=False
     )
-    config = Llama3Config(
-        vocab_size=61, block_size=16, n_layer=3, n_head=4, n_kv_head=2, n_embd=32,
-        precision=Precision("bf16"), tie_embeddings=False,
-    )  # fmt: skip
-    assert generate.step_bytes(abstract(config), 5, 6, 8) == (
-        2 * (config.num_params - 61 * 32) + 5 * (6 + 8 / 2) * 3 * 2 * (2 * 8) * 2
-    )
+    for config, weights, cached in (
+        (TINY, 4 * (TINY.num_params - 8 * 16), 2 * 2 * 16 * 4),
+        (llama, 2 * (llama.num_params - 61 * 32), 3 * 2 * (2 * 8) * 2),
+    ):
+        model = nnx.eval_shape(lambda config=config: config.build(nnx.Rngs(0)))
+        assert generate.step_bytes(model, 3, 4, 2) == weights + 3 * (4 + 2 / 2) * cached
 
 
-def abstract(config):
-    """A model without arrays."""
-    return nnx.eval_shape(lambda: config.build(nnx.Rngs(0)))
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
-def test_transformers_continues_as_with_its_own_cache(name):
+@pytest.mark.parametrize("config", [TINY, LLAMA], ids=["gpt2", "llama3"])
+def test_transformers_continues_as_with_its_own_cache(config):
     """Twice: the cache of the first call is reset."""
-    config = TINY
-    if name == "llama3":
-        config = Llama3Config(
-            vocab_size=61, block_size=8, n_layer=1, n_head=2, n_kv_head=1, n_embd=16
-        )
     side = torch_side.torch_generation(config, jax.devices("cpu")[0], batch=2, prompt=3, new=5)
     side.model.apply(spread)
     alone_BT = side.model.generate(side.prompt_BT, max_new_tokens=5, do_sample=False)
