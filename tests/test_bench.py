@@ -42,36 +42,17 @@ def case(**how):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_time_is_positive_and_the_ceiling_follows_from_the_bytes(in_place):
-    rows = kernels.measure([case(in_place=in_place)], LIMITS)
-    (row,) = rows
+def test_a_time_is_positive_and_the_ceiling_follows_from_the_bytes_or_the_operations(in_place):
+    (row,) = kernels.measure([case(in_place=in_place)], LIMITS)
     assert row["ms"] > 0
     assert row["GB/s"] == pytest.approx(32768 / row["ms"] / 1e6)
     assert row["ceiling"] == pytest.approx(32768 / 1e9 / (row["ms"] / 1e3))
-
-
-def test_the_ceiling_of_a_product_is_its_operations():
     assert LIMITS.seconds(case(flops=5e9, bound="bf16")) == pytest.approx(5e-3)
 
 
-def test_every_call_is_made_on_inputs_of_its_own():
-    """A compiler that sees the same call twice makes one of it; the sets differ, and each is
-    used."""
-    seen = []
-
-    def record(x, one):
-        jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0])
-        return x + one
-
-    harness.seconds(case(run={"x": record}), ["x"])
-    sets = len(harness.input_sets(record, case()))
-    assert sets == 4  # 1e5 bytes / (16 kB in, 16 kB out), rounded up
-    assert len(set(seen)) == sets
-
-
-def test_a_program_makes_every_output_of_every_call():
-    """The compiler leaves out what nobody reads: here each output comes from a callback that it may
-    leave out."""
+def test_every_call_has_inputs_of_its_own_and_every_output_is_made():
+    """A compiler makes one call of two equal ones, and leaves out what nobody reads: here each
+    output comes from a callback that it may leave out."""
     made = {"a": [], "b": []}
 
     def output(name, x):
@@ -84,6 +65,7 @@ def test_a_program_makes_every_output_of_every_call():
     run = lambda x, one: (output("a", x), output("b", x))
     harness.seconds(case(run={"x": run}), ["x"])
     sets = len(harness.input_sets(run, case()))
+    assert sets == 3  # 1e5 bytes / (16 kB in, 32 kB out), rounded up
     assert len(made["a"]) == len(made["b"]) and len(made["a"]) % sets == 0
     assert len(set(made["a"])) == len(set(made["b"])) == sets
 
@@ -136,42 +118,37 @@ def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
             assert c.bound in ("memory", "bf16") and c.run
 
 
-def test_a_run_in_which_something_failed_says_so_after_writing_the_rest(
-    tmp_path, monkeypatch, capsys
-):
+@pytest.fixture
+def bench(tmp_path, monkeypatch, capsys):
+    """Run `bench kernels` on cases, as if there were a GPU; return exit code and errors."""
+
+    def run(cases, *options):
+        (tmp_path / "double.py").touch()
+        monkeypatch.setattr(kernels, "load", lambda file: cases)
+        monkeypatch.setattr(kernels, "ceilings", lambda: LIMITS)
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        code = main(["kernels", str(tmp_path / "double.py"), *options])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+def test_a_failure_is_reported_after_the_other_rows_are_written(bench, tmp_path):
     def broken(x, one):
         raise ValueError("no such shape")
 
-    monkeypatch.setattr(
-        kernels, "load", lambda file: [case(run={"broken": broken, "xla": lambda x, one: x + one})]
-    )
-    monkeypatch.setattr(kernels, "ceilings", lambda: LIMITS)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["kernels", double(tmp_path), "--out", str(tmp_path)]) == 1
-    assert (
-        "did not run:\ndouble · 64×64 · broken: ValueError: no such shape"
-        in capsys.readouterr().err
-    )
-    rows = json.loads((tmp_path / "double.json").read_text())["rows"]
-    assert rows[1]["ms"] > 0
+    cases = [case(run={"broken": broken, "xla": lambda x, one: x + one})]
+    code, said = bench(cases, "--out", str(tmp_path))
+    assert code == 1 and "did not run:\ndouble · 64×64 · broken: ValueError: no such shape" in said
+    assert json.loads((tmp_path / "double.json").read_text())["rows"][1]["ms"] > 0
 
 
-def double(folder):
-    """A benchmark's file; its cases come from elsewhere."""
-    (folder / "double.py").touch()
-    return str(folder / "double.py")
-
-
-def test_one_case_of_a_kernel(tmp_path, monkeypatch, capsys):
-    names = ("64×64 bf16", "64×64 fp32 as TF32")
-    monkeypatch.setattr(kernels, "load", lambda file: [case(name=name) for name in names])
-    monkeypatch.setattr(kernels, "ceilings", lambda: LIMITS)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert main(["kernels", double(tmp_path), "--case", "TF32"]) == 0
-    measured = capsys.readouterr().err
-    assert "fp32 as TF32" in measured and "bf16" not in measured
-    assert main(["kernels", double(tmp_path), "--case", "fp8"]) == 1
-    assert "has 'fp8' in its name" in capsys.readouterr().err
+def test_one_case_of_a_kernel(bench):
+    cases = [case(name=name) for name in ("64×64 bf16", "64×64 fp32 as TF32")]
+    code, said = bench(cases, "--case", "TF32")
+    assert code == 0 and "fp32 as TF32" in said and "bf16" not in said
+    code, said = bench(cases, "--case", "fp8")
+    assert code == 1 and "has 'fp8' in its name" in said
 
 
 def test_errors(tmp_path, capsys):

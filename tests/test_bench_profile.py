@@ -110,12 +110,9 @@ def test_a_trace_adds_up():
     assert [(row["name"], row["calls"]) for row in adam] == [("loop_adam_fusion", 2)]
 
 
-def test_a_loop_does_not_count_what_is_inside_it_again():
+def test_a_loop_is_not_counted_again_and_an_unknown_instruction_is_where_the_trace_says():
     inside = [Kernel("while", "while.1", "", 0, 100), Kernel("loop_fusion", "fusion.9", "", 10, 50)]
     assert summary(inside, places(HLO))["kernel_ms"] == pytest.approx(50e-6)
-
-
-def test_an_instruction_that_the_text_does_not_have_is_where_the_trace_says():
     found = summary([Kernel("late", "fusion.99", "transpose(jvp(mlp))/mul", 0, 1000)], places(HLO))
     assert [(row["part"], row["pass"]) for row in found["parts"]] == [("MLP", "backward")]
     with pytest.raises(BenchError, match="no kernels of the step"):
