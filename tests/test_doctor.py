@@ -82,10 +82,8 @@ def test_a_healthy_machine_passes(h200, capsys):
         ("jaxlib", "0.12.1", "failed", "jaxlib<=0.12.0,>=0.11.2", "jaxlib<=0.12.0,>=0.11.2"),
         # jax accepts an older jaxlib, its plugin does not
         ("jaxlib", "0.11.2", "failed", "jaxlib<=0.12.0,>=0.12.0", "jaxlib<=0.12.0,>=0.12.0"),
-        ("jax-cuda13-pjrt", "0.11.2", "failed", "jax-cuda13-pjrt==0.12.0", "pjrt==0.12.0'"),
         ("jax-triton", None, "failed", "jax-triton>=0.4.1, found none", "'jax-triton>=0.4.1'"),
         ("triton", "3.6.0", "warning", "needs triton>=3.7, found 3.6.0", "'triton>=3.7'"),
-        ("flax", "0.12.9", "failed", "flax<0.13,>=0.12.10, found 0.12.9", "flax<0.13,>=0.12.10"),
     ],
 )
 def test_a_wrong_version(h200, capsys, package, version, status, says, remedy):
@@ -114,13 +112,9 @@ def test_a_driver_and_plugins_that_do_not_fit(h200, plugins, cuda, says, remedy)
 
 def test_gpus_that_jax_does_not_use(h200):
     h200.indices = [0, 1]
-    assert bad() == {
-        "GPUs": (
-            "failed",
-            "JAX uses 0: NVIDIA H200, of 2 GPUs",
-            "check JAX_CUDA_VISIBLE_DEVICES and JAX_PLATFORMS",
-        )
-    }
+    status, found, remedy = bad()["GPUs"]
+    assert (status, found) == ("failed", "JAX uses 0: NVIDIA H200, of 2 GPUs")
+    assert "JAX_CUDA_VISIBLE_DEVICES" in remedy
     h200.devices = []
     status, found, remedy = bad()["GPUs"]
     assert status == "failed" and "unset JAX_PLATFORMS" in remedy
@@ -130,10 +124,9 @@ def test_gpus_that_jax_does_not_use(h200):
 def test_a_machine_without_a_gpu(h200, capsys):
     h200.cuda, h200.indices, h200.devices = None, [], []
     found = bad()
-    assert {name: status for name, (status, *_) in found.items()} == {
-        "driver": "warning",
-        "GPUs": "warning",
-    }
+    assert {(name, status) for name, (status, *_) in found.items()} == {
+        ("driver", "warning"), ("GPUs", "warning")
+    }  # fmt: skip
     assert "train.py --device cpu" in found["GPUs"][2]
     assert doctor.main([]) == 0
     assert "no NVIDIA GPU: training runs on the CPU" in capsys.readouterr().out
@@ -175,13 +168,8 @@ def test_every_kernel_has_an_example():
     # The arguments of decode_step are a model's weights and cache; the example of a matmul covers
     # the conversions to FP8; silu_mul is the kernel in examples/, which another test may have
     # registered.
-    assert missing <= {
-        "decode_step",
-        "quantize",
-        "fp8_linear_gelu",
-        "fp8_linear_relu_squared",
-        "silu_mul",
-    }
+    fp8 = {"quantize", "fp8_linear_gelu", "fp8_linear_relu_squared"}
+    assert missing <= {"decode_step", "silu_mul"} | fp8
     for entry in _dispatch.OPERATIONS.values():
         assert all(make.__doc__ for make in entry.examples)
 

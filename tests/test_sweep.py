@@ -65,15 +65,6 @@ def test_each_run_has_its_own_command_and_a_gpu_to_itself(sweep, started, tmp_pa
     assert plot[-3:] == ["--group", "--out", str(tmp_path / "out" / "sweep.png")]
 
 
-@pytest.mark.parametrize("found, where", [([], "the CPU"), ([2], "GPU 2")])
-def test_the_device_of_a_run_is_printed(
-    sweep, started, tmp_path, monkeypatch, capsys, found, where
-):
-    monkeypatch.setattr(sweep.machine, "gpus", lambda: found)
-    assert sweep.main(["--rates", "1e-3", "--seeds", "0", "--out", str(tmp_path)]) == 0
-    assert f"lr0.001-seed0 on {where}: {tmp_path}" in capsys.readouterr().out
-
-
 def test_a_failed_run_fails_the_sweep_and_leaves_the_others(sweep, started, tmp_path):
     started.fail = "1"
     assert sweep.main(["--rates", "1e-3", "--seeds", "0", "1", "2", "--out", str(tmp_path)]) == 1
