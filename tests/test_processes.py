@@ -162,7 +162,7 @@ def test_processes_that_do_not_fit_together_are_refused(file, two):
     first, second = ({name: result[f"refused {name}"] for name in refused} for result in two)
     assert first == second
     host = re.escape(socket.gethostname())
-    assert re.search(f"--seed: 0 in process 0 on {host}, 1 in process 1 on {host}\n", first["seed"])
+    assert re.search(f"--seed: 0 in process 0 on {host}, 1 in process 1 on {host}$", first["seed"])
     assert "tokens of words_train_000001.bin: 12000 in process 0 on" in first["data"]
     assert "--batch-tokens 480 is not a multiple" in first["batch"]
     assert re.search(r"commit: \w+(-dirty)? in process 0 on \S+, other in proc", first["commit"])

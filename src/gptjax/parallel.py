@@ -165,11 +165,11 @@ class Parallel:
             self.shardings(state),
         )
 
-    def whole(self, params: PyTree) -> PyTree:
-        """Return the parameters with a copy of each on every device."""
-        if self.strategy == "data":
-            return params
-        return jax.jit(lambda x: x, out_shardings=self.replicated)(params)
+    def whole(self, state: PyTree) -> PyTree:
+        """Return complete arrays on one device of this process. Every process must call this."""
+        if self.strategy != "data":
+            state = jax.jit(lambda x: x, out_shardings=self.replicated)(state)
+        return jax.tree.map(lambda x: x.addressable_data(0), state)
 
     def placement(self, x: Any, dtype: Any, in_block: bool) -> Placement:
         """Return the placement of a parameter.

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental.multihost_utils import process_allgather
-from jaxtyping import PyTree
 
 from gptjax import config as configuration
 from gptjax import provenance
@@ -134,24 +133,19 @@ def check_alike(value: dict[str, Any]) -> None:
         value: flat JSON; the keys are printed.
 
     Raises:
-        ProcessError: the values differ. The message has each difference and its processes.
+        ProcessError: the values differ. The message has the differences from process 0.
     """
-    mine = {"host": socket.gethostname(), "value": value}
-    all_of_them, lines = exchange(mine), []
-    for name in dict.fromkeys(name for one in all_of_them for name in one["value"]):
-        texts = [str(one["value"].get(name)) for one in all_of_them]
-        other = next((i for i, text in enumerate(texts) if text != texts[0]), None)
-        if other is not None:
-            lines.append(
-                f"  {name}: {texts[0]} in process 0 on {all_of_them[0]['host']}, {texts[other]} in "
-                f"process {other} on {all_of_them[other]['host']}"
+    first, *others = exchange({"host": socket.gethostname(), "value": value})
+    ours = first["value"]
+    for i, other in enumerate(others, 1):
+        theirs = other["value"]
+        if different := [n for n in ours | theirs if ours.get(n) != theirs.get(n)]:
+            here, there = f"process 0 on {first['host']}", f"process {i} on {other['host']}"
+            lines = (f"{n}: {ours.get(n)} in {here}, {theirs.get(n)} in {there}" for n in different)
+            raise ProcessError(
+                "the processes of this run differ. Start every process with the same command, "
+                "code, packages and data; only JAX_PROCESS_ID differs.\n" + "\n".join(lines)
             )
-    if lines:
-        lines[10:] = [f"  … and {len(lines) - 10} more"] if len(lines) > 10 else []
-        raise ProcessError(
-            "the processes of this run differ:\n" + "\n".join(lines) + "\nStart every process with "
-            "the same command, code, packages and data; only JAX_PROCESS_ID differs."
-        )
 
 
 def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
@@ -177,11 +171,6 @@ def check_inputs(devices: list[jax.Device], dataset: Dataset) -> list[str]:
 def local(devices: list[jax.Device]) -> list[jax.Device]:
     """Return the devices of this process."""
     return [device for device in devices if device.process_index == jax.process_index()]
-
-
-def on_one_device(tree: PyTree) -> PyTree:
-    """Return the copies of replicated arrays on one device of this process."""
-    return jax.tree.map(lambda x: x.addressable_data(0), tree)
 
 
 def finish() -> None:

@@ -4,7 +4,7 @@ import jax
 from flax import nnx
 from jaxtyping import PyTree
 
-from gptjax import data, processes
+from gptjax import data
 from gptjax.config import Config
 from gptjax.evaluation import Scorer, tasks
 from gptjax.generation.stream import complete
@@ -54,7 +54,7 @@ class Evaluations:
     def sample(self, model: ModelConfig, state: TrainState, step: int) -> str | None:
         """Sample a text after the end-of-text token; return None except in process 0."""
         assert self._tokenizer is not None
-        params, rng = processes.on_one_device((self._parallel.whole(state.params), state.rng))
+        params, rng = self._parallel.whole((state.params, state.rng))
         if jax.process_index():
             return None
         key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)
