@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from gptjax import parallel
 from gptjax.bench import BenchError, profile
 from gptjax.bench.__main__ import main
 from gptjax.bench.hlo import Place, places
 from gptjax.bench.profile import Kernel, kernels, summary
 
+# The fixture `card`.
+pytest_plugins = ["bench_tools"]
 # As XLA writes a scheduled module for a GPU, cut to one instruction of each kind.
 HLO = (Path(__file__).parent / "data/scheduled_module.hlo").read_text()
 
@@ -144,17 +147,9 @@ def cache_settings():
     jax.config.update("jax_compilation_cache_include_metadata_in_key", False)
 
 
-@pytest.fixture
-def card(tmp_path, monkeypatch):
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
     monkeypatch.setattr(profile, "TIMED", 1)
-    card = tmp_path / "card.py"
-    card.write_text(
-        "from gptjax.config import Config\nfrom gptjax.models.gpt2 import GPT2Config\n"
-        "model = GPT2Config(vocab_size=250, padded_vocab_size=256, block_size=64, n_layer=1, "
-        "n_head=2, n_embd=64)\n"
-        "config = Config(model=model, sequence_length=64, batch_tokens=256, micro_batch=2)\n"
-    )
-    return str(card)
 
 
 @pytest.mark.usefixtures("optax_promotion", "cache_settings")
@@ -163,7 +158,7 @@ def test_the_command(card, tmp_path, capsys):
     out = tmp_path / "profile"
     assert main(["profile", "--out", str(out), "--config", card, "--recompute", "block"]) == 0
     shown = capsys.readouterr().out
-    assert "card · fp32 · 2 × 64 · block" in shown and "idle" in shown
+    assert "tiny · fp32 · 2 × 8 · block" in shown and "idle" in shown
     (row,) = json.loads((out / "profile.json").read_text())["rows"]
     passes = {(r["part"], r["pass"]) for r in row["parts"]}
     for part in ("norm, residual", "attention", "MLP"):
@@ -179,8 +174,9 @@ def test_the_command(card, tmp_path, capsys):
 
 
 @pytest.mark.usefixtures("optax_promotion", "cache_settings")
-def test_two_devices(card, tmp_path, capsys):
+def test_two_devices(card, tmp_path, monkeypatch, capsys):
     """On a CPU XLA replaces a reduce-scatter by an all-reduce and a slice."""
+    monkeypatch.setattr(parallel, "SMALLEST_SHARDED", 64)
     command = ["profile", "--out", str(tmp_path / "profile"), "--config", card]
     assert main([*command, "--devices", "2", "--parallel", "fsdp"]) == 0
     assert "2 devices · fsdp" in capsys.readouterr().out
