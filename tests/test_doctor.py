@@ -1,6 +1,5 @@
 """python -m gptjax.doctor finds each planted fault and its remedy; a healthy machine passes."""
 
-import functools
 import subprocess
 import sys
 import types
@@ -157,46 +156,8 @@ def test_probes_of_this_machine(monkeypatch):
 # ------------------------------------------------------------------------------------------ kernels
 
 
-def test_every_kernel_has_an_example():
-    import pallas_kernels  # noqa: F401
-
-    missing = {
-        name
-        for name, entry in _dispatch.OPERATIONS.items()
-        if any(back_end.custom for back_end in entry.back_ends) and not entry.examples
-    }
-    # The arguments of decode_step are a model's weights and cache; the example of a matmul covers
-    # the conversions to FP8; silu_mul is the kernel in examples/, which another test may have
-    # registered.
-    fp8 = {"quantize", "fp8_linear_gelu", "fp8_linear_relu_squared"}
-    assert missing <= {"decode_step", "silu_mul"} | fp8
-    for entry in _dispatch.OPERATIONS.values():
-        assert all(make.__doc__ for make in entry.examples)
-
-
-def test_the_examples_and_their_definitions_have_the_same_results():
-    """Shapes of results and gradients, traced in the sizes of the doctor and its first dtype."""
-
-    def shapes(f, arrays, differentiable):
-        def with_gradients(*arrays):
-            out, pull = jax.vjp(f, *arrays)
-            return out, pull(out)
-
-        return jax.tree.leaves(jax.eval_shape(with_gradients if differentiable else f, *arrays))
-
-    for operation, entry in _dispatch.OPERATIONS.items():
-        for make in entry.examples:
-            example = next(filter(None, (make(kernels.ROWS, dtype) for dtype in kernels.DTYPES)))
-            call = functools.partial(example.call, implementation="xla")
-            exact = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in example.shapes]
-            found = shapes(call, example.shapes, example.differentiable)
-            expected = shapes(example.reference, exact, example.differentiable)
-            assert [x.shape for x in found] == [x.shape for x in expected], operation
-            assert all(x.dtype == jnp.float32 for x in expected), operation
-
-
 def test_the_examples_are_right_in_xla():
-    """Results and gradients of two examples; a GPU runs them all."""
+    """Two of the examples of tests/test_every_operation.py."""
     for operation in ("ba_plus_caa", "rms_norm"):
         (make,) = _dispatch.OPERATIONS[operation].examples
         assert kernels.relative_error(make(16, jnp.float32), "xla") < 1e-5
