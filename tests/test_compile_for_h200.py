@@ -1,12 +1,10 @@
 """benchmarks/tools/compile_for_h200.py: bytes of launches, and errors. The compilation itself needs
 JAX's CUDA wheels."""
 
-import importlib.util
-from pathlib import Path
+import importlib
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "compile_for_h200.py"
 TEXT = """
 %fused (p: f32[4,8]) -> bf16[4,8] {
   %p = f32[4,8]{1,0} parameter(0)
@@ -27,10 +25,7 @@ custom_call_target="__cublas$lt$matmul", metadata={op_name="jit(f)/jvp(mlp)/dot_
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("compile_for_h200", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("compile_for_h200")
 
 
 def test_bytes_of_launches(tool):

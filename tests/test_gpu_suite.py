@@ -1,13 +1,11 @@
 """benchmarks/tools/gpu_suite.py counts the tests of pytest's report."""
 
-import importlib.util
+import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "gpu_suite.py"
 TESTS = """
 import pytest
 pytestmark = pytest.mark.gpu
@@ -20,9 +18,7 @@ def test_skipped(): pass
 
 @pytest.fixture
 def suite(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("gpu_suite", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    module = importlib.import_module("gpu_suite")
     # Tests of a project of its own.
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     monkeypatch.chdir(tmp_path)

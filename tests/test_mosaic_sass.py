@@ -2,8 +2,7 @@
 name what is missing."""
 
 import functools
-import importlib.util
-from pathlib import Path
+import importlib
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,10 @@ import pytest
 
 import pallas_kernels
 
-PATH = Path(__file__).parents[1] / "benchmarks" / "tools" / "mosaic_sass.py"
-
 
 @pytest.fixture
 def tool():
-    spec = importlib.util.spec_from_file_location("mosaic_sass", PATH)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return importlib.import_module("mosaic_sass")
 
 
 def test_modules_of_a_program(tool):

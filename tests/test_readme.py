@@ -50,8 +50,8 @@ def read(page):
 
 
 def blocks(page):
-    """The Python blocks of a page, and the reason in `<!-- not run: REASON -->` before a block."""
-    pattern = r"^(?:<!-- not run: (.*?) -->\n)?```python\n(.*?)^```"
+    """The Python blocks of a page, and the reason of `<!-- not run: REASON -->` before a block."""
+    pattern = r"^(?:<!-- not run: (needs a (?:GPU|download)) -->\n)?```python\n(.*?)^```"
     found = re.findall(pattern, read(page), flags=re.DOTALL | re.MULTILINE)
     return [(block, reason) for reason, block in found]
 
@@ -79,7 +79,7 @@ json.dump(results, sys.stdout)
 
 def test_the_examples_run(tmp_path):
     """Without the strict settings of these tests."""
-    examples, needs_files = {}, False
+    examples, needs_files, text = {}, False, ""
     try:
         get_tokenizer("gpt2")
     except TokenizerUnavailable:  # no network, and TIKTOKEN_CACHE_DIR has no copy
@@ -88,11 +88,13 @@ def test_the_examples_run(tmp_path):
         for i, (block, reason) in enumerate(blocks(page)):
             name = f"{page.relative_to(ROOT)}, block {i}"
             code = compile(block, name, "exec")
+            text += block
             for printed, smaller in SMALLER.items():
                 block = block.replace(printed, smaller)
             if not reason and not (needs_files and re.search(GPT2_FILES, block)):
                 examples[name] = block
             assert code.co_names, name
+    assert [printed for printed in SMALLER if printed not in text] == []
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(tmp_path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},
@@ -107,22 +109,6 @@ def test_the_examples_run(tmp_path):
     assert [error for _, error in results.values() if error] == []
     for name, code in examples.items():
         assert ("A language model is" in results[name][0]) == ("generate(" in code), name
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_an_example_that_is_not_run_names_what_exists(page):
-    """The imports of every block, and the attributes of gptjax that it uses."""
-    for block, reason in blocks(page):
-        if reason:
-            assert re.fullmatch("needs a (GPU|download)", reason)
-            imports = re.findall(r"^from ((?:gptjax|pallas_kernels)\S*) import (.*)", block, re.M)
-            names = [f"{module}.{name.strip()}" for module, n in imports for name in n.split(",")]
-            assert [name for name in names if not resolves(name)] == []
-
-
-def test_the_examples_have_the_sizes_that_are_replaced():
-    text = "".join(block for page in PAGES for block in code_of(page))
-    assert [printed for printed in SMALLER if printed not in text] == []
 
 
 def resolves(name):
@@ -145,7 +131,8 @@ def resolves(name):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_the_names_of_a_page_resolve(page):
-    """Dotted names of gptjax and pallas_kernels in code, and modules behind `python -m`."""
+    """Dotted and imported names of gptjax and pallas_kernels in code, and modules behind
+    `python -m`."""
     text = read(page)
     code = (
         re.findall(r"`([^`\n]+)`", text)
@@ -155,6 +142,9 @@ def test_the_names_of_a_page_resolve(page):
     names = {
         name for part in code for name in re.findall(r"\b(?:gptjax|pallas_kernels)(?:\.\w+)+", part)
     }
+    for block in [block for block, reason in blocks(page) if reason]:  # not run
+        for module, found in re.findall(r"^from ((?:gptjax|pallas_k)\S*) import (.*)", block, re.M):
+            names |= {f"{module}.{name.strip()}" for name in found.split(",")}
     commands = {name for part in code for name in re.findall(r"python -m (gptjax\S*)", part)}
     assert [name for name in sorted(names) if not resolves(name)] == []
     assert [name for name in sorted(commands) if importlib.util.find_spec(name) is None] == []
