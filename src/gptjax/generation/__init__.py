@@ -134,11 +134,9 @@ def token_chunks(
     check_options(max_new_tokens, temperature, top_k, top_p, steps)
     # The shortest prompt has the most positions left.
     new = min(max_new_tokens, c.block_size - int(lengths_B.min()))
-    filters = _filters(c.vocab_size, temperature, top_k, top_p)
-    chunks = _chunks_on_device(
-        model, prompt_BT, lengths_B, new, steps, filters, _threefry(key), implementation
-    )
-    return _on_host(chunks, lengths_B, new, c.block_size)
+    how = {"filters": _filters(c.vocab_size, temperature, top_k, top_p), "key": _threefry(key)}
+    how["sampler"] = "xla" if implementation == "xla" else "auto"
+    return _chunks(model, prompt_BT, lengths_B, new, steps, implementation, how)
 
 
 def _check_prompt(prompt_BT: np.ndarray, vocab_size: int, block_size: int) -> None:
@@ -182,41 +180,18 @@ def check_options(
             raise ValueError(f"generate: {name} must be {expected}, got {value!r}")
 
 
-def _on_host(
-    chunks: Iterator[Array], lengths_B: np.ndarray, new: int, block_size: int
-) -> Iterator[np.ndarray]:
-    """Yield chunks with a total of `new` tokens, and `NO_TOKEN` from block_size on."""
-    done, chunk_BN = 0, next(chunks)
-    while chunk_BN is not None:
-        # The next chunk is launched before the wait for this chunk, except for the first chunk: the
-        # launch may take longer than the device needs for the prompts.
-        following_BN = next(chunks, None) if done else None
-        tokens_BN = np.asarray(chunk_BN)[:, : new - done]
-        position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
-        yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
-        chunk_BN = following_BN if done else next(chunks, None)
-        done += tokens_BN.shape[1]
-
-
-def _chunks_on_device(
-    model, prompt_BT, lengths_B, new, steps, filters, key, implementation
-) -> Iterator[Int[Array, "B _"]]:
-    """Yield the first new token of each prompt, then `steps` at a time, at least `new` in all.
-
-    `next` starts the computation of a chunk and does not wait for it.
-    """
+def _chunks(model, prompt_BT, lengths_B, new, steps, implementation, how) -> Iterator[np.ndarray]:
+    """Yield the first new token of each prompt, then `steps` at a time, `new` in all."""
     (b, t), block_size = prompt_BT.shape, model.config.block_size
     padded = min(block_size, max(SHORTEST_PROMPT, _power_of_two(t)))
     # NumPy arrays: each eager JAX operation would call an executable.
     padded_BT = np.zeros((b, padded), np.int32)
     padded_BT[:, :t] = prompt_BT
-    sampler = "xla" if implementation == "xla" else "auto"
-    how = {"filters": filters, "key": key, "sampler": sampler}
     kernel = model.decode_kernel(b, implementation)
     params, structure = jax.tree.flatten(model)
     changed, weights = _prepared(structure, params, kernel)
     params = [old if new is None else new for old, new in zip(params, changed, strict=True)]
-    more_weights, cache, token_B, length_B, first_B1 = _start(
+    own, *state, chunk_BN = _start(
         structure,
         params,
         weights,
@@ -226,14 +201,27 @@ def _chunks_on_device(
         positions=min(block_size, max(padded, _power_of_two(t + new))),
         implementation=kernel,
     )
-    weights = more_weights if weights is None else weights
-    yield first_B1
-    steps = min(steps, _power_of_two(new - 1))
-    for _ in range(1, new, steps):
-        cache, token_B, length_B, more_BN = _advance(
-            structure, params, weights, cache, token_B, length_B, **how, steps=steps
-        )
-        yield more_BN
+    weights = own if weights is None else weights
+    steps, done = min(steps, _power_of_two(new - 1)), 0
+
+    def launch(at: int) -> Array | None:
+        """Start the computation of the chunk after `at` tokens; return None at the end."""
+        nonlocal state
+        if at >= new:
+            return None
+        *state, chunk_BN = _advance(structure, params, weights, *state, **how, steps=steps)
+        return chunk_BN
+
+    while chunk_BN is not None:
+        size = chunk_BN.shape[1]
+        # The next chunk is launched before the wait for this chunk, except for the first chunk: the
+        # launch may take longer than the device needs for the prompts.
+        following_BN = launch(done + size) if done else None
+        tokens_BN = np.asarray(chunk_BN)[:, : new - done]
+        position_BN = lengths_B[:, None] + done + np.arange(tokens_BN.shape[1])[None]
+        yield np.where(position_BN < block_size, tokens_BN, np.int32(NO_TOKEN))
+        chunk_BN = following_BN if done else launch(size)
+        done += size
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
