@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import h200, lower_for_h200
+from kernel_tools import OPTIMIZED, h200, lower_for_h200
 from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import check, refused, runs_are_equal
 
@@ -109,12 +109,13 @@ def test_reference_is_the_definition(activation):
 
 
 @pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("u", [-100, -12, -6, -1, 0, 1, 6, 12, 100])
-def test_derivative_in_the_tails(activation, u):
-    """Out to where tanh is 1, and u³ is large."""
-    u = jnp.float32(u)
+def test_derivative_in_the_tails(activation):
+    """Out to where tanh is 1, and u³ is large. XLA's tanh of a scalar is 1 − 3·2⁻²⁴ there if LLVM
+    does not optimize (jax 0.11.2)."""
+    u = jnp.float32([-100, -12, -6, -1, 0, 1, 6, 12, 100])
+    found = jax.jit(ACTIVATIONS[activation], compiler_options=OPTIMIZED)(u)
     true = exact_passes(u, 0, 1, activation)[:2]
-    np.testing.assert_allclose(ACTIVATIONS[activation](u), true, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(found, true, rtol=1e-6, atol=1e-6)
 
 
 # ---------------------------------------------------------------------------------------------- XLA
