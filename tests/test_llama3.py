@@ -9,10 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch_side
-from flax import nnx
 from gpt2_tools import batch_of, build
 from gpt2_tools import run as ours
-from kernel_tools import lower_for_h200
 from llama_tools import (
     ODD,
     exact,
@@ -28,8 +26,8 @@ from torch_gpt2 import How
 
 from gptjax import Precision, generate, loss_fn, parallel
 from gptjax.config import Config
-from gptjax.models.base import abstract_params, graph, init_params
-from gptjax.models.llama3 import PRESETS, Llama3Config, rotation
+from gptjax.models.base import graph, init_params
+from gptjax.models.llama3 import PRESETS, rotation
 from gptjax.optim import NorMuonConfig, adamw
 from gptjax.parallel import Parallel, over_batch
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
@@ -113,9 +111,8 @@ def gradient(config, params, windows):
     return jax.jit(lambda params: loss_and_grads(graph(config), params, windows))(params)
 
 
-def test_recomputed_plain_and_bf16_forms():
-    """recompute changes nothing; the model is x + attn(norm_1(x)), then x + mlp(norm_2(x)); bf16
-    stays near fp32."""
+def test_plain_and_bf16_forms():
+    """The model is x + attn(norm_1(x)), then x + mlp(norm_2(x)); bf16 stays near fp32."""
     one = dataclasses.replace(ODD, n_layer=1)
     params, tokens = jax.tree.map(jnp.asarray, random_of(one)), jnp.asarray(batch_of(one)[0])
 
@@ -132,15 +129,11 @@ def test_recomputed_plain_and_bf16_forms():
             x = x + block.attn(block.norm_1(x), None, None, rotate).matmul_BTC
             x = x + block.mlp(block.norm_2(x)).matmul_BTC
         plain = model.norm(x)
-        gradients = [grad(recompute=name) for name in ("none", "block", "sublayer")]
-        return plain, model.hidden(tokens), gradients, grad(precision=Precision("bf16"))
+        return plain, model.hidden(tokens), grad()[0], grad(precision=Precision("bf16"))
 
-    plain, fused, (expected, *recomputed), (near, grads_16) = forms(params)
+    plain, fused, expected, (near, grads_16) = forms(params)
     np.testing.assert_allclose(plain, fused, atol=1e-5)
-    for found in recomputed:
-        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
-    assert 1e-5 < abs(near - expected[0]) < 0.02
+    assert 1e-5 < abs(near - expected) < 0.02
     assert all(grad.dtype == jnp.float32 for grad in jax.tree.leaves(grads_16))
     config = dataclasses.replace(one, precision=Precision("bf16"))
     hidden = jax.eval_shape(lambda p: build(config, p).hidden(tokens), params)
@@ -217,11 +210,7 @@ def test_pytorchs_model_of_the_benchmark():
 def test_initial_parameters():
     params = init_params(dataclasses.replace(ODD, n_embd=96, n_inner=None), 0)
     assert params["blocks"][0]["mlp"]["gate"]["kernel"].shape == (96, 256)
-    sizes = {"n_embd": 96, "n_inner": None, "padded_vocab_size": 61}
-    unpadded = init_params(dataclasses.replace(ODD, **sizes), 0)
     for name in ("wte", "lm_head"):
-        assert not params[name][61:].any()
-        np.testing.assert_array_equal(params[name][:61], unpadded[name])
         assert np.std(params[name][:61]) == pytest.approx(0.02, rel=0.1)
     block = params["blocks"][1]
     assert np.std(block["attn"]["q"]["kernel"]) == pytest.approx(0.02, rel=0.1)
@@ -242,85 +231,3 @@ def test_parameters_and_flops():
     # Llama 3.2 1B has 1,235,814,400 parameters, with a vocabulary of 128,256.
     llama = dataclasses.replace(PRESETS["llama3-1b"], vocab_size=128_256, padded_vocab_size=None)
     assert llama.num_params == 1_235_814_400
-
-
-@pytest.mark.parametrize(
-    "fields, message",
-    [
-        ({"n_kv_head": 2}, "n_head=3 is not a multiple of n_kv_head=2"),
-        ({"n_kv_head": 0}, "n_kv_head must be an int of at least 1, got 0"),
-        ({"n_inner": -7}, "n_inner must be an int of at least 1, got -7"),
-        ({"n_embd": 45}, "n_embd/n_head = 15 is odd"),
-        ({"rope_theta": float("nan")}, "rope_theta must be a number of at least 1, got nan"),
-        ({"rope_scaling": 0.5}, "rope_scaling must be a number of at least 1, got 0.5"),
-        ({"norm_eps": -1.0}, "norm_eps must be a number of at least 0, got -1.0"),
-    ],
-)
-def test_config_errors(fields, message):
-    sizes = {f.name: getattr(ODD, f.name) for f in dataclasses.fields(ODD)}
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Llama3Config(**sizes | fields)
-
-
-def test_no_token_sees_a_later_one():
-    params, tokens = random_of(ODD), jnp.asarray(batch_of(ODD, time=9)[0])
-
-    @jax.jit
-    def gradient_of_a_position(wte):
-        of_wte = lambda wte: build(ODD, params | {"wte": wte}).hidden(tokens)[:, 4].sum()
-        return jax.grad(of_wte)(wte)
-
-    grad = np.asarray(gradient_of_a_position(jnp.asarray(params["wte"])))
-    later = set(np.unique(tokens[:, 5:])) - set(np.unique(tokens[:, :5]))
-    assert later and not grad[sorted(later)].any() and grad[np.unique(tokens[:, :5])].any()
-
-
-def test_a_step_lowers_for_an_h200_with_every_kernel():
-    """Mosaic reads the key heads by index; norms take the residual; no attention in plain JAX."""
-    sizes = {"n_layer": 1, "n_head": 6, "n_kv_head": 2, "n_embd": 768, "n_inner": 1024}
-    config = Llama3Config(**sizes, precision=Precision("bf16"))
-    windows = jax.ShapeDtypeStruct((1, 2, 1025), jnp.int32)
-    step = lambda params, windows: loss_and_grads(graph(config), params, windows)
-    text = lower_for_h200(step, abstract_params(config), windows)
-    for kernel, count in {
-        "mosaic_gpu_v2": 2,
-        "norm_forward": 3,
-        "norm_backward": 3,
-        "forward_kernel": 1,
-        "backward_kernel": 1,
-        "rotary_forward_kernel": 1,
-        "rotary_backward_kernel": 1,
-    }.items():
-        assert len(re.findall(rf"custom_call @{kernel}\b", text)) == count, kernel
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [(6, 2), (3, 1)], ids=["D = 64", "D = 128"])
-@pytest.mark.parametrize("precision", ["bf16", "tf32"])
-def test_the_default_kernels_on_the_gpu(precision, heads):
-    """The 2× rule for the loss of each token and for each gradient: errors against fp32 references,
-    compared with those of XLA's back ends."""
-    sizes = {"n_head": heads[0], "n_kv_head": heads[1], "n_embd": 384, "n_inner": 1024}
-    config = dataclasses.replace(
-        ODD, **sizes, vocab_size=509, padded_vocab_size=512, block_size=256, rope_scaling=1.0
-    )
-    kernels = ("attention", "norm", "mlp", "loss")
-    near = dataclasses.replace(config, precision=Precision(precision))
-    assert near.kernels(256, 4)["mlp"] == near.kernels(256, 4)["norm"] == "triton"
-    params = jax.tree.map(jnp.asarray, init_params(config, 0))
-    windows = jnp.asarray(batch_of(config, size=4, time=257)[:1])
-    tokens_and_targets = windows[0, :, :-1], windows[0, :, 1:]
-    grads = {}
-    for name, form in {
-        "ours": near,
-        "xla": dataclasses.replace(near, **dict.fromkeys(kernels, "xla")),
-        "exact": dataclasses.replace(config, **dict.fromkeys(kernels, "reference")),
-    }.items():
-        # Not the mean loss, in which errors of tokens cancel each other by chance.
-        losses_N = jax.jit(nnx.merge(graph(form), params).losses)(*tokens_and_targets)
-        _, found = gradient(form, params, windows)
-        grads[name] = flatten(jax.device_get(found)) | {"losses": jax.device_get(losses_N)}
-    for name, exact_grad in grads["exact"].items():
-        assert_within_twice(
-            grads["ours"][name], grads["xla"][name], exact_grad, norm=rms, name=name
-        )
