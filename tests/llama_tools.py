@@ -94,6 +94,18 @@ def theirs(config, params) -> transformers.LlamaForCausalLM:
     return model
 
 
+class WithLoss(torch.nn.Module):
+    """transformers' model as `reference.torch_train.train` calls it."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def loss(self, tokens, targets):
+        logits = self.model(tokens).logits
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
 def exact(config, params) -> TorchLlama:
     """bench's PyTorch model in fp64 from our parameters: transformers' computes norms, rotations
     and softmax in fp32."""
