@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import json
 import re
 import shlex
 from pathlib import Path
@@ -22,13 +21,6 @@ pytest_plugins = ["train_tools"]
 FOLDER = Path(__file__).parents[1] / "examples" / "finetune"
 FIELDS = ["--prompt-field", "prompt", "--answer-field", "answer", "--tokenizer", "byte"]
 FIELDS += ["--name", "facts"]
-
-
-def test_the_pairs_are_different_and_the_readme_is_short():
-    pairs = [json.loads(line) for line in (FOLDER / "pairs.jsonl").read_text().splitlines()]
-    assert 50 <= len(pairs) <= 100 and all({*pair} == {"prompt", "answer"} for pair in pairs)
-    assert len({pair["prompt"] for pair in pairs}) == len(pairs)
-    assert len((FOLDER / "README.md").read_text().splitlines()) <= 42
 
 
 def test_the_options_of_the_readme_exist():

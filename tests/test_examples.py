@@ -1,7 +1,6 @@
 """examples/new_model/: every command of a run, with a model in one file."""
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
 
@@ -103,25 +102,3 @@ def test_cached_and_recomputed_forward_passes_equal_the_plain_one(example):
     remat = dataclasses.replace(example.model, recompute="block")
     for value, expected in zip(gradient(remat), gradient(example.model), strict=True):
         np.testing.assert_allclose(value, expected, rtol=0, atol=1e-5)
-
-
-def test_parameters_are_counted_from_the_module(example):
-    c, v, layers, model = 32, 257, 2, example.model
-    expected = 2 * v * c + layers * (12 * c * c + 2 * c) + c
-    assert model.num_params == expected
-    assert model.num_allocated_params == expected + 2 * (384 - 257) * c
-    # wte is only looked up.
-    assert model.flops_per_token(32) == 6 * (expected - v * c) + 6 * layers * c * 32
-
-
-def test_the_model_is_profiled(tmp_path, one_device, monkeypatch):
-    from gptjax.bench.__main__ import main
-
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    card = tmp_path / "card.py"
-    card.write_text((FOLDER / "config.py").read_text())
-    (tmp_path / "model.py").write_text((FOLDER / "model.py").read_text())
-    arguments = ["profile", "--config", str(card), "--batch", "2", "--out", str(tmp_path / "out")]
-    assert main(arguments) == 0
-    parts = json.loads((tmp_path / "out" / "profile.json").read_text())["rows"][0]["parts"]
-    assert {"attention", "MLP"} <= {row["part"] for row in parts}

@@ -107,21 +107,6 @@ def test_a_thousand_steps_equal_those_of_an_fp32_master_bit_for_bit():
         np.testing.assert_array_equal(params[name], view(last)[name])
 
 
-def test_small_updates_are_not_lost():
-    """A hundred steps of a thousandth of what bf16 can tell apart."""
-    tx = with_mantissa(optax.sgd(1.0))
-    params = {"w": jnp.ones(3, jnp.bfloat16)}
-    state = tx.init(params)
-    for _ in range(100):
-        updates, state = tx.update({"w": jnp.full(3, -(2.0**-17))}, state, params)
-        params = optax.apply_updates(params, updates)
-    np.testing.assert_array_equal(whole(params, state)["w"], np.float32(1 + 100 * 2.0**-17))
-    plain = params = {"w": jnp.ones(3, jnp.bfloat16)}
-    for _ in range(100):
-        plain = optax.apply_updates(plain, {"w": jnp.full(3, 2.0**-17)})
-    np.testing.assert_array_equal(plain["w"], params["w"])
-
-
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**6), fall=st.integers(-40, 3), near=st.integers(0, 24))
 def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall, near):
@@ -193,15 +178,6 @@ def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours():
     )
     again, _ = tx.update(jax.tree.map(lambda p: jnp.full(p.shape, -step), params), state, params)
     assert not np.array_equal(again["up"] > 0, updates["up"] > 0)  # other chances in the next step
-
-
-@pytest.mark.parametrize("size", [np.inf, -np.inf, np.nan, 3.3e38])
-def test_stochastic_rounding_of_what_is_hardly_a_number(size):
-    tx = with_stochastic_rounding(optax.sgd(1.0))
-    params = {"w": jnp.zeros(100, jnp.bfloat16)}
-    updates, _ = tx.update({"w": jnp.full(100, -size, jnp.float32)}, tx.init(params), params)
-    found = np.asarray(optax.apply_updates(params, updates)["w"], np.float32)
-    assert np.isnan(found).all() if np.isnan(size) else (np.sign(found) == np.sign(size)).all()
 
 
 def test_errors():

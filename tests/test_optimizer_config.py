@@ -48,12 +48,8 @@ def mesh():
     return parallel.data_mesh(jax.devices()[:1])
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "options"),
-    [("adamw", {}), ("normuon", {"adam_every": 2, "b1": 0.5}), ("muon", {})],
-)
-def test_each_algorithm_learns_a_batch(algorithm, options):
-    tx = config_of(algorithm, learning_rate=1e-2, **options).build_optimizer(mesh())
+def test_muon_learns_a_batch():
+    tx = config_of("muon", learning_rate=1e-2).build_optimizer(mesh())
     step, state, found = jax.jit(make_train_step(graph(MODEL), tx)), init_state(MODEL, tx, 0), []
     windows = jnp.asarray(np.random.default_rng(0).integers(0, 61, (1, 4, 17)), jnp.int32)
     for _ in range(30):
@@ -119,8 +115,7 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         adam_every=2,
         **adam,
     )
-    group = optim.Group
-    groups = [group("a", b1=0.1, b2=0.2, kind="embedding"), group("b", b1=0.3)]
+    groups = [optim.Group("a", b1=0.1, b2=0.2), optim.Group("b", b1=0.3)]
     seen = given(monkeypatch, config, groups)
     assert {name: seen[name] for name in adam} == adam and seen["every"] == 2
     schedules = {
@@ -141,31 +136,16 @@ def test_normuon_is_what_the_config_says(monkeypatch):
 def test_the_header_says_who_gets_what():
     (line,) = lines(config_of(learning_rate=1e-3))
     assert line.startswith("adamw: lr 0.001, decay 0.1")
-    first, *table = lines(config_of(algorithm="normuon", matrix_decay_form="lr_squared"))
-    assert first.startswith("normuon: lr ") and first.endswith("matrix_decay_form lr_squared")
+    options = {"matrix_decay_form": "lr_squared", "adam_every": 2, "cautious_decay": True}
+    first, *table = lines(config_of(algorithm="normuon", **options))
+    assert first.startswith("normuon: lr ")
+    assert all(f"{name} {value}" in first for name, value in options.items())
     assert table[0].split() == ["parameter", "shape", "optimizer", "betas", "lr", "decay"]
-    rows = {line.split("  ")[0]: line.split() for line in table[1:]}
-    assert rows["blocks.*.attn.c_attn.kernel"][-2:] == ["0.035", "0.025"]
-    cautious = {"cautious_decay": True, "decay_form": "lr_squared"}
-    own = config_of(algorithm="normuon", adam_every=2, **cautious)
-    for option in ("adam_every 2", "cautious_decay True", "lr_squared"):
-        assert option in lines(own)[0]
     groups = (optim.Group("w", learning_rate=75.0, weight_decay=5.0, b1=0.5), optim.Group("b"))
     params = {name: jax.ShapeDtypeStruct((2,), jnp.float32) for name in ("w", "b")}
     table = NorMuonConfig(learning_rate=0.008).describe(params, groups)
     assert table[-1].endswith("0.5, 0.95  0.6 (× 75)  0.5 (× 5)")
     assert table[-2].endswith("0.9, 0.95  0.008       0.1")
-
-
-def test_an_option_of_another_algorithm_or_out_of_range_is_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'matrix_learning_rate'"):
-        config_of(matrix_learning_rate=0.9)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'neuron_b2'"):
-        config_of(algorithm="muon", neuron_b2=0.9)
-    with pytest.raises(
-        ConfigError, match="--optimizer.adam-every must be at least 1 and at most .*, got 0"
-    ):
-        config_of(algorithm="normuon", adam_every=0)
 
 
 def test_another_algorithm_keeps_the_options_that_both_have():

@@ -16,9 +16,8 @@ from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
 
 from gptjax import Precision, generate, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params
-from gptjax.models.speedrun import SpeedrunConfig, Stage, rotary
+from gptjax.models.speedrun import SpeedrunConfig, Stage
 from gptjax.optim import NorMuonConfig
-from gptjax.optim.partition import assign
 
 # A prime vocabulary, two pairs of heads, three frequencies, an odd length. Layer 0 is paired; 1 has
 # value embeddings and starts the skip; 2 has no attention; 3 is long; 4 is paired and has value
@@ -162,23 +161,6 @@ def test_bf16():
             assert_within_twice(grads[name], their_grads[name], exact, norm=rms, name=name)
 
 
-def test_the_rotary_embedding_follows_the_windows():
-    """The record's: a frequency of many turns is kept, one of less than a turn follows the
-    window."""
-    config = SpeedrunConfig()
-    frequency_E, scale = rotary(config)
-    windows = config.stage.rotary_windows
-    expected, expected_scale = reference.rotary(windows, 128)
-    np.testing.assert_allclose(frequency_E, expected, rtol=1e-14)
-    assert scale == pytest.approx(expected_scale, rel=1e-14)
-    assert scale == pytest.approx(0.1 * 1.169460 * 1.090397 * 1.033411, rel=1e-6)
-    assert frequency_E[0] == 1 and frequency_E[-1] == pytest.approx(3 / 13 / 1024, rel=1e-12)
-    assert (np.diff(frequency_E) < 0).all() and len(frequency_E) == 32
-    first = dataclasses.replace(config, stage=Stage(128, 384, (384,)))
-    np.testing.assert_allclose(rotary(first)[0], 1024 ** -np.linspace(0, 1, 32), rtol=1e-14)
-    assert rotary(first)[1] == 0.1
-
-
 def test_the_loss_of_several_tokens():
     """Targets after the end and ignored ones have no term; weights may be traced; NaN for a target
     that is no id."""
@@ -232,7 +214,7 @@ def test_initial_parameters():
         np.testing.assert_allclose(params[name], np.broadcast_to(value, params[name].shape))
 
 
-def test_sizes_groups_and_flops():
+def test_sizes_matrices_and_flops():
     """543.8M parameters in the record, two of whose 24 MLP matrices are padding; 114.1M in
     matmuls."""
     config = SpeedrunConfig(vocab_size=50_304)
@@ -248,17 +230,8 @@ def test_sizes_groups_and_flops():
         6 + 4 * 1.5
     )
 
-    shapes = abstract_params(config)
-    groups = assign(config.parameter_groups(), list(shapes))
-    table = {name: (g.learning_rate, g.weight_decay, g.b1, g.b2) for name, g in groups.items()}
-    assert table["embed"] == table["lm_head"] == (1, 150, 0.5, 0.95)
-    assert table["values"] == table["bigram"] == (75, 5, 0.75, 0.95)
-    assert table["smear_gate"][0] == 0.01 and table["skip_gate"][0] == 0.05
-    assert table["value_gates"] == (1, 1, 0.9, 0.99)
-    assert table["qkvo_lambdas"] == table["skip_lambda"] == (5, 0, 0.9, 0.99)
-    assert table["residual_lambdas"] == (5, 0, 0.9, 0.95)
-    assert table["x0_lambdas"] == table["lane_lambdas"] == (1, 0, 0.9, 0.95)
-    lines = "\n".join(NorMuonConfig().describe(shapes, config.parameter_groups()))
+    lines = NorMuonConfig().describe(abstract_params(config), config.parameter_groups())
+    lines = "\n".join(lines)
     assert re.search(r"attention_bank.*40 matrices of 768 × 768", lines)
     assert re.search(r"mlp_in.*11 matrices of 768 × 3072", lines)
     assert re.search(r"mlp_out.*11 matrices of 3072 × 768.*0.0", lines)

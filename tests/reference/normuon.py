@@ -1,4 +1,6 @@
-"""NorMuon and Polar Express from their equations: in NumPy float64, and as a PyTorch optimizer."""
+"""NorMuon and Polar Express from their equations: in NumPy float64, and in PyTorch."""
+
+import math
 
 import numpy as np
 import torch
@@ -43,32 +45,26 @@ def neuron_norm(v_IO, variance, b2):
     return scaled * (np.linalg.norm(v_IO) / max(np.linalg.norm(scaled), 1e-10)), variance
 
 
-class TorchNorMuon:
-    """The record's optimizer for one PyTorch weight (outputs, inputs), from the equations, in
-    fp32."""
+@torch.no_grad()
+def torch_step(w, g, m, variance, *, beta, lr, decay):
+    """One update of the record's optimizer, in place, in the dtype of the weight.
 
-    def __init__(self, weight, lr, b2, wd):
-        self.w, self.lr, self.b2, self.wd = weight, lr, b2, wd
-        self.m, self.variance = torch.zeros_like(weight), None
-
-    def step(self, k, g):
-        beta = 0.85 + 0.1 * min(1.0, k / 300)
-        self.m.lerp_(g, 1 - beta)
-        x = g.lerp(self.m, beta)
-        x = x / (x.norm() * 1.02 + 1e-6)
-        wide = x.shape[0] <= x.shape[1]
-        for a, b, c in POLAR_EXPRESS:
-            gram = x @ x.T if wide else x.T @ x
-            polynomial = b * gram + c * gram @ gram
-            x = a * x + (polynomial @ x if wide else x @ polynomial)
-        axis = 1 if x.shape[0] >= x.shape[1] else 0
-        mean = x.square().mean(axis, keepdim=True)
-        self.variance = (
-            (1 - self.b2) * mean if self.variance is None else self.variance.lerp(mean, 1 - self.b2)
-        )
-        step_size = self.variance.clamp_min(1e-10).rsqrt()
-        scaled = x * step_size
-        v = scaled * (x.norm() / scaled.norm().clamp_min(1e-10))
-        lr = float(self.lr(k)) * max(1.0, self.w.shape[0] / self.w.shape[1]) ** 0.5
-        mask = v * self.w >= 0
-        self.w.sub_(self.w * mask * (self.wd * float(self.lr(k))) * lr).sub_(v * lr)
+    Args:
+        w, g, m: a weight (outputs, inputs), its gradient and momentum.
+        variance: mean squares of the longer axis' neurons, with the other axis of length 1.
+        decay: the weight decay times the learning rate.
+    """
+    m.copy_(beta * m + (1 - beta) * g)
+    v = (1 - beta) * g + beta * m
+    v = v / (v.norm() * 1.02 + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        gram = v @ v.T
+        v = a * v + (b * gram + c * gram @ gram) @ v
+    rows, columns = v.shape
+    axis, length = (-1, columns) if rows >= columns else (-2, rows)
+    r = (v**2).mean(axis, keepdim=True)
+    variance.copy_(0.95 * variance + 0.05 * r)
+    s = variance.clamp_min(1e-10).rsqrt()
+    v = v * s * (v.norm() / (r * length * s**2).sum().sqrt().clamp_min(1e-10))
+    lr = lr * math.sqrt(max(1, rows / columns))
+    w -= w * (v * w >= 0) * decay * lr + v * lr

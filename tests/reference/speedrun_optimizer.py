@@ -1,18 +1,9 @@
 """The optimizer of modded-nanogpt's pull request #233 in PyTorch, from its equations: a matrix at a
 time, without kernels, in the dtype of the model."""
 
-import math
-
 import torch
+from reference.normuon import torch_step
 
-# The five iterations of Polar Express: X ← aX + (bA + cA²)X with A = XXᵀ.
-COEFFICIENTS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
 # Factor of the learning rate of each matrix, apart from that of its shape.
 NORMUON = {"attention_bank": 1, "mlp_in": 1, "mlp_out": 2}
 # Betas, and factors of the learning rate and of the decay.
@@ -36,15 +27,6 @@ ADAM = {
     "lane_lambdas": (0.9, 0.95, 1, 0),
 }
 MATRIX_LR, MATRIX_DECAY, ADAM_LR, ADAM_DECAY, EPS = 0.023, 1.2, 0.008, 0.005, 1e-10
-
-
-def orthogonalized(x):
-    """Polar Express of one matrix."""
-    x = x / (x.norm() * 1.02 + 1e-6)
-    for a, b, c in COEFFICIENTS:
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x
 
 
 class RecordOptimizer:
@@ -80,7 +62,9 @@ class RecordOptimizer:
             if name in NORMUON:
                 for index in torch.cartesian_prod(*map(torch.arange, p.shape[:-2])).tolist():
                     at = tuple(index) if isinstance(index, list) else index
-                    self.normuon(name, at, rate * MATRIX_LR, beta)
+                    lr, state = rate * MATRIX_LR, (self.sums, self.m, self.v)
+                    how = {"beta": beta, "lr": lr * NORMUON[name], "decay": MATRIX_DECAY * lr}
+                    torch_step(p[at], *(x[name][at] for x in state), **how)
                 self.sums[name].zero_()
             elif k % 2 == 1:
                 if not (tied and name == "embed"):
@@ -93,20 +77,6 @@ class RecordOptimizer:
                 self.m["lm_head"].T.clone(),
                 self.v["lm_head"].T.clone(),
             )
-
-    def normuon(self, name, at, lr, beta):
-        w, g = self.parameters[name][at], self.sums[name][at]
-        m, variance = self.m[name][at], self.v[name][at]
-        m.copy_(beta * m + (1 - beta) * g)
-        v = orthogonalized((1 - beta) * g + beta * m)
-        rows, columns = v.shape
-        axis, length = (-1, columns) if rows >= columns else (-2, rows)
-        r = (v**2).mean(axis, keepdim=True)
-        variance.copy_(0.95 * variance + 0.05 * r)
-        s = variance.clamp_min(1e-10).rsqrt()
-        v = v * s * (v.norm() / (r * length * s**2).sum().sqrt().clamp_min(1e-10))
-        own = lr * math.sqrt(max(1, rows / columns)) * NORMUON[name]
-        w -= w * (v * w >= 0) * MATRIX_DECAY * lr * own + v * own
 
     def adam(self, name, t, lr):
         b1, b2, lr_factor, decay_factor = ADAM[name]
