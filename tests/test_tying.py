@@ -9,9 +9,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from test_speedrun_training import TINY
 
 from gptjax.models.base import graph, init_params, loss_fn
-from gptjax.models.speedrun import SpeedrunConfig, Stage
+from gptjax.models.speedrun import Stage
 from gptjax.optim import adamw, normuon_and_adamw, view, whole, with_mantissa
 from gptjax.optim.partition import flatten
 from gptjax.precision import Precision
@@ -19,22 +20,7 @@ from gptjax.training.step import init_state, make_train_step
 from gptjax.training.tying import tie, tie_gradients
 
 PAIRS = (("lm_head", "embed"),)
-TIED = SpeedrunConfig(
-    vocab_size=29,
-    padded_vocab_size=32,
-    block_size=64,
-    n_layer=3,
-    n_head=2,
-    n_embd=16,
-    n_inner=24,
-    bigram_rows=7,
-    paired_layers=(0,),
-    long_layers=(2,),
-    value_layers=(2,),
-    skip=(0, 1),
-    lanes_from=2,
-    stage=Stage(2, 5, (5,), tied=True),
-)
+TIED = dataclasses.replace(TINY, stage=Stage(2, 5, (5,), tied=True))
 UNTIED = dataclasses.replace(TIED, stage=TIED.stage._replace(tied=False))
 
 
@@ -51,27 +37,21 @@ def test_the_source_gets_both_gradients():
 
 
 def test_moments_are_copied_at_any_depth():
+    """If one optimizer has both parameters."""
     params = {"embed": random(5, 3), "lm_head": random(3, 5, seed=1), "other": random(2)}
     labels = {"embed": "adam", "lm_head": "adam", "other": "sgd"}
-    tx = optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, labels)
+    of = lambda labels: optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, labels)
     with jax.numpy_dtype_promotion("standard"):
-        _, state = tx.update(params, tx.init(params))
+        _, state = of(labels).update(params, of(labels).init(params))
     found = tie(state, PAIRS)
     assert jax.tree.structure(found) == jax.tree.structure(state)
     adam = found.inner_states["adam"].inner_state[0]
     for moments in (adam.mu, adam.nu):
         assert moments["lm_head"].any()
         np.testing.assert_array_equal(moments["embed"], moments["lm_head"].T)
-
-
-def test_two_optimizers_of_one_pair_are_an_error():
-    params = {"embed": random(5, 3), "lm_head": random(3, 5)}
-    labels = {"embed": "adam", "lm_head": "sgd"}
-    tx = optax.partition({"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}, labels)
-    with pytest.raises(
-        ValueError, match=r"one optimizer .* lm_head and embed: there is .*mu.embed"
-    ):
-        tie(tx.init(params), PAIRS)
+    message = r"one optimizer .* lm_head and embed: there is .*mu.embed"
+    with pytest.raises(ValueError, match=message):
+        tie(of(labels | {"lm_head": "sgd"}).init(params), PAIRS)
 
 
 def test_a_tied_run_and_the_first_untied_step():
