@@ -4,13 +4,9 @@ Precision belongs to a model, not to the process: importing gptjax changes no JA
 """
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-
-if TYPE_CHECKING:
-    from pallas_kernels.lm_head.fp8 import HeadScales
 
 NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head", "fp8")
 
@@ -63,13 +59,6 @@ class Precision:
         return self.name == "fp8"
 
     @property
-    def head_scales(self) -> "HeadScales | None":
-        """Argument `fp8` of `linear_cross_entropy`."""
-        from pallas_kernels.lm_head.fp8 import HeadScales
-
-        return HeadScales() if self.fp8_head else None
-
-    @property
     def param_dtype(self) -> jnp.dtype:
         """Dtype of parameters, their gradients and the optimizer's moments."""
         return jnp.dtype(jnp.float32)
@@ -94,25 +83,4 @@ class Precision:
         """
         return {"fp32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.HIGH}.get(
             self.name, jax.lax.Precision.DEFAULT
-        )
-
-
-def check_precision(config: str, precision: Precision, supports_fp8: bool) -> None:
-    """Check the precision of a model's config.
-
-    Args:
-        supports_fp8: whether the model's blocks have FP8 matmuls.
-
-    Raises:
-        ValueError: not a `Precision`, or fp8 without FP8 blocks; the message begins with `config`.
-    """
-    if not isinstance(precision, Precision):
-        raise ValueError(
-            f"{config}: precision must be a gptjax.Precision, such as Precision('bf16'), got "
-            f"{precision!r}"
-        )
-    if precision.fp8_blocks and not supports_fp8:
-        raise ValueError(
-            f"{config}: expected another precision than fp8: this model's blocks have no FP8 "
-            "matmuls; fp8_head has those of the head"
         )

@@ -21,25 +21,17 @@ from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
 from gptjax.data.loader import IGNORED
+from gptjax.fields import PositiveInt, check_fields
 from gptjax.models.layers import Block, KVCache
 from gptjax.optim import Group
 from gptjax.parallel import AXIS, Parallel, Placement
-from gptjax.precision import Precision, check_precision
+from gptjax.precision import Precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
+from pallas_kernels.lm_head.fp8 import HeadScales
 
 # Maximum number of padded rows: padding to a multiple of at most 1,024.
 MAX_PADDING = 1023
-
-
-def check_size(config: str, name: str, value) -> None:
-    """Raise ValueError unless a field of a config is an int of at least 1."""
-    # bool is an int. NumPy's integers are not: a checkpoint stores the config as JSON.
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f"{config}: {name} must be an int of at least 1, got {value!r} of type "
-            f"{type(value).__name__}"
-        )
 
 
 def check_ids(name: str, ids) -> None:
@@ -76,24 +68,24 @@ class ModelConfig(abc.ABC):
     of_run: ClassVar[frozenset[str]] = frozenset(("precision",))
     supports_fp8: ClassVar[bool] = False
 
-    vocab_size: int = 50257
+    vocab_size: PositiveInt = 50257
     """Number of real tokens; logits and loss cover only real tokens."""
-    padded_vocab_size: int | None = None
+    padded_vocab_size: PositiveInt | None = None
     """Rows of the embedding. None: the next multiple of 128, for faster matmuls of the head; this
     number is stored. A change of vocab_size needs a change of padded_vocab_size."""
-    block_size: int = 1024
+    block_size: PositiveInt = 1024
     """Maximum sequence length in tokens."""
-    n_layer: int = 12
+    n_layer: PositiveInt = 12
     """Blocks."""
-    n_head: int = 12
+    n_head: PositiveInt = 12
     """Attention heads; must divide n_embd."""
-    n_embd: int = 768
+    n_embd: PositiveInt = 768
     """Width of the residual stream."""
     precision: Precision = Precision("fp32")
     """Dtypes of storage, matmuls and residual stream."""
     loss: str = "auto"
     """Back end of the head and its loss: auto, fused, xla or reference."""
-    loss_chunk: int | None = None
+    loss_chunk: PositiveInt | None = None
     """Number of tokens whose logits are in memory at a time; must divide a micro-batch's tokens.
     None: about 16,384 with fused, all tokens with xla."""
     recompute: Literal["none", "block", "sublayer"] = "none"
@@ -183,14 +175,9 @@ class ModelConfig(abc.ABC):
 
     def __post_init__(self):
         name = type(self).__name__
+        check_fields(self, "model.")
         if self.padded_vocab_size is None:
-            check_size(name, "vocab_size", self.vocab_size)
             object.__setattr__(self, "padded_vocab_size", _padded(self.vocab_size))
-        sizes = ("vocab_size", "padded_vocab_size", "block_size", "n_layer", "n_head", "n_embd")
-        for size in sizes:
-            check_size(name, size, getattr(self, size))
-        if self.loss_chunk is not None:
-            check_size(name, "loss_chunk", self.loss_chunk)
         if self.n_embd % self.n_head:
             raise ValueError(
                 f"{name}: n_embd={self.n_embd} is not a multiple of n_head={self.n_head}"
@@ -207,9 +194,11 @@ class ModelConfig(abc.ABC):
                 f"padded_vocab_size={self.padded_vocab_size} for vocab_size={self.vocab_size}; "
                 f"give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
             )
-        check_precision(name, self.precision, self.supports_fp8)
-        if (parts := self.recompute) not in ("none", "block", "sublayer"):
-            raise ValueError(f"{name}: recompute must be none, block or sublayer, got {parts!r}")
+        if self.precision.fp8_blocks and not self.supports_fp8:
+            raise ValueError(
+                f"{name}: expected another precision than fp8: this model's blocks have no FP8 "
+                "matmuls; fp8_head has those of the head"
+            )
 
 
 def _padded(vocab_size: int) -> int:
@@ -255,21 +244,12 @@ class Model(nnx.Module):
     Args:
         config: shape, precision and kernel choices.
         rngs: `nnx.Rngs(seed)`; only the `params` stream is used.
-
-    Raises:
-        TypeError: config is not of the model's config class, or rngs is not an nnx.Rngs.
     """
 
     Config: ClassVar[type[ModelConfig]] = ModelConfig
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        name, expected = type(self).__name__, self.Config.__name__
-        if not isinstance(config, self.Config):
-            raise TypeError(f"{name}: expected a gptjax.{expected}, got a {type(config).__name__}")
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(
-                f"{name}: expected rngs=flax.nnx.Rngs(seed), got a {type(rngs).__name__}"
-            )
+        del rngs
         self.config = config
 
     def hidden(
@@ -421,7 +401,7 @@ class Model(nnx.Module):
             targets,
             vocab_size=c.vocab_size,
             chunk=c.loss_chunk,
-            fp8=c.precision.head_scales,
+            fp8=HeadScales() if c.precision.fp8_head else None,
             implementation=c.loss,
             precision=c.precision.matmul,
             **options,

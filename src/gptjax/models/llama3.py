@@ -8,7 +8,7 @@ E = D/2, F channels of the MLP (n_inner), P padded vocabulary.
 
 import dataclasses
 import functools
-import math
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Integer
 
-from gptjax.models.base import Model, TransformerConfig, check_size
+from gptjax.fields import NonNegativeFloat, PositiveInt, Range
+from gptjax.models.base import Model, TransformerConfig
 from gptjax.models.blocks import Norm, PendingResidual, PreNormBlock, run_blocks
 from gptjax.models.layers import (
     KVCache,
@@ -36,6 +37,7 @@ INIT_STD = 0.02
 # Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor.
 # Frequencies of more than HIGH turns are unchanged; between LOW and HIGH, it interpolates.
 LOW_TURNS, HIGH_TURNS = 1.0, 4.0
+AtLeastOne = Annotated[float, Range("at least 1 and finite", 1.0, float(np.finfo(np.float32).max))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,21 +50,21 @@ class Llama3Config(TransformerConfig):
             range.
     """
 
-    n_kv_head: int | None = None
+    n_kv_head: PositiveInt | None = None
     """Key and value heads; must divide n_head. None: n_head; this number is stored."""
-    n_inner: int | None = None
+    n_inner: PositiveInt | None = None
     """Channels of the MLP. None: 8/3 · n_embd, rounded up to a multiple of 128; this number is
     stored."""
     tie_embeddings: bool = False
     """Use the token embedding as the output layer."""
-    norm_eps: float = 1e-5
+    norm_eps: NonNegativeFloat = 1e-5
     """Added to the mean square in RMSNorm."""
-    rope_theta: float = 500_000.0
+    rope_theta: AtLeastOne = 500_000.0
     """Base of the rotary embedding's wavelengths."""
-    rope_scaling: float = 1.0
+    rope_scaling: AtLeastOne = 1.0
     """Llama 3.1's factor for a context longer than rope_original_length; 1 for none. Llama 3.1 has
     8, Llama 3.2 has 32."""
-    rope_original_length: int = 8192
+    rope_original_length: PositiveInt = 8192
     """Sequence length of the model before the extension by rope_scaling."""
 
     def build(self, rngs: nnx.Rngs) -> "Llama3":
@@ -105,8 +107,6 @@ class Llama3Config(TransformerConfig):
             object.__setattr__(self, "n_kv_head", self.n_head)
         if self.n_inner is None:
             object.__setattr__(self, "n_inner", _inner(self.n_embd))
-        for size in ("n_kv_head", "n_inner", "rope_original_length"):
-            check_size("Llama3Config", size, getattr(self, size))
         if self.n_head % self.kv_heads:
             raise ValueError(
                 f"Llama3Config: n_head={self.n_head} is not a multiple of "
@@ -117,16 +117,6 @@ class Llama3Config(TransformerConfig):
                 f"Llama3Config: n_embd/n_head = {self.head_dim} is odd: the rotary embedding "
                 "rotates pairs of channels"
             )
-        if type(self.tie_embeddings) is not bool:
-            raise ValueError(
-                f"Llama3Config: tie_embeddings must be True or False, got {self.tie_embeddings!r}"
-            )
-        for name, least in (("norm_eps", 0.0), ("rope_theta", 1.0), ("rope_scaling", 1.0)):
-            value = getattr(self, name)
-            if type(value) not in (int, float) or not least <= value < math.inf:
-                raise ValueError(
-                    f"Llama3Config: {name} must be a number of at least {least:g}, got {value!r}"
-                )
 
 
 def _inner(n_embd: int) -> int:

@@ -33,7 +33,8 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from gptjax.models.base import Model, TransformerConfig, check_size
+from gptjax.fields import PositiveInt
+from gptjax.models.base import Model, TransformerConfig
 from gptjax.models.layers import (
     lookup,
     next_targets,
@@ -90,12 +91,12 @@ class SpeedrunConfig(TransformerConfig):
 
     of_run: ClassVar = TransformerConfig.of_run | {"stage"}
 
-    block_size: int = 262_144
-    n_layer: int = 11
-    n_head: int = 6
-    n_inner: int = 3072
+    block_size: PositiveInt = 262_144
+    n_layer: PositiveInt = 11
+    n_head: PositiveInt = 6
+    n_inner: PositiveInt = 3072
     """Channels of the MLP."""
-    bigram_rows: int = 251_520
+    bigram_rows: PositiveInt = 251_520
     """Rows of the hashed bigram embedding."""
     paired_layers: tuple[int, ...] = (0, 2, 5, 9)
     """Layers in which two heads attend to the keys of both."""
@@ -106,7 +107,7 @@ class SpeedrunConfig(TransformerConfig):
     skip: tuple[int, int] = (3, 6)
     """Layer whose attention ends at the start of the skip connection, and layer that adds the skip
     connection in place of attention."""
-    lanes_from: int = 7
+    lanes_from: PositiveInt = 7
     """First layer with two lanes. The output subtracts lane 0 after this layer."""
     stage: Stage = Stage()
     """Windows, predicted tokens and tying."""
@@ -188,17 +189,10 @@ class SpeedrunConfig(TransformerConfig):
         return tuple(i for i in range(self.n_layer) if i != self.skip[1])
 
     def __post_init__(self):
+        # JSON has no named tuples.
+        object.__setattr__(self, "stage", stage := Stage(*self.stage))
         super().__post_init__()
-        # JSON has lists, which have no hash.
-        for name in ("paired_layers", "long_layers", "value_layers", "skip"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        stage = Stage(*(tuple(x) if isinstance(x, list) else x for x in self.stage))
-        object.__setattr__(self, "stage", stage)
         windows = (*stage[:2], *stage.rotary_windows, stage.evaluation_window)
-        for window in (w for w in windows if w is not None):
-            check_size("SpeedrunConfig", "a window of the stage", window)
-        for name in ("n_inner", "bigram_rows", "lanes_from"):
-            check_size("SpeedrunConfig", name, getattr(self, name))
         special = {*self.paired_layers, *self.long_layers, *self.value_layers}
         order = [-1, *self.skip, self.lanes_from, self.n_layer]
         rules = {
@@ -207,6 +201,7 @@ class SpeedrunConfig(TransformerConfig):
             f"n_embd ≥ {GATE} and bigram_rows ≥ 2": self.n_embd >= GATE and self.bigram_rows >= 2,
             "0 ≤ skip[0] < skip[1] < lanes_from < n_layer": order == sorted({*order}),
             "paired, long and value layers with attention": special <= {*self.attention_layers},
+            "windows of at least 1": all(w is None or w >= 1 for w in windows),
             "recompute none": self.recompute == "none",
             "steps of the stage in order": 0 <= stage.steps[0] < stage.steps[1],
             "as many final weights of tokens as first ones": len(stage.token_weights)
