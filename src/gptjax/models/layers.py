@@ -21,39 +21,33 @@ from pallas_kernels import flash_attention, linear
 from pallas_kernels.classifier import to_int32
 
 
-def normal(key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike) -> Array:
-    """Return samples of N(0, std²), sharded as in `gptjax.parallel.initial_sharding`.
+def normal(
+    key: Array,
+    shape: tuple[int, ...],
+    *,
+    std: float,
+    dtype: jax.typing.DTypeLike,
+    uniform: bool = False,
+) -> Array:
+    """Return samples of N(0, std²), or uniform ones, sharded as in
+    `gptjax.parallel.initial_sharding`.
 
     The sampler runs unsharded on one device: a sharded sampler would differ in the last bits.
     """
-    return _placed(_samples(key, shape, jax.random.normal, std, dtype))
-
-
-def uniform(
-    key: Array, shape: tuple[int, ...], *, std: float, dtype: jax.typing.DTypeLike
-) -> Array:
-    """Return uniform samples of mean 0, sharded as those of `normal`."""
-    return _placed(_samples(key, shape, _minus_one_to_one, 3**0.5 * std, dtype))
-
-
-def _minus_one_to_one(key, shape, dtype):
-    return jax.random.uniform(key, shape, dtype, -1, 1)
-
-
-def _placed(samples):
+    samples = _samples(key, shape, uniform, 3**0.5 * std if uniform else std, dtype)
     sharding = initial_sharding(samples.shape)
     return samples if sharding is None else jax.device_put(samples, sharding)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "sample", "factor", "dtype"))
-def _samples(key, shape, sample, factor, dtype):
-    """Return samples · factor.
+@functools.partial(jax.jit, static_argnames=("shape", "uniform", "factor", "dtype"))
+def _samples(key, shape, uniform, factor, dtype):
+    """Return samples · factor, with uniform samples in [-1, 1).
 
     The barrier keeps XLA from folding the factor into a constant of the sampler. Folding would
     change the last bit of the samples between executables.
     """
-    samples = jax.lax.optimization_barrier(sample(key, shape, dtype))
-    return samples * jnp.array(factor, dtype)
+    sample = functools.partial(jax.random.uniform, minval=-1) if uniform else jax.random.normal
+    return jax.lax.optimization_barrier(sample(key, shape, dtype)) * jnp.array(factor, dtype)
 
 
 class Block(nnx.Module):
@@ -208,17 +202,20 @@ def attention(
             visible_BTS = visible_BTS & (jnp.arange(t)[None, None] >= start_BT[:, :, None])
         how = {"sinks_H": sinks_H, "softcap": softcap, "scale": scale, "precision": precision}
         return _attend(q_BTHD, k_BTKD, v_BTKD, visible_BTS, **how)
-    attend = functools.partial(
-        flash_attention,
+    y_BTHD = flash_attention(
+        q_BTHD,
+        k_BTKD,
+        v_BTKD,
         scale=scale,
         window=window,
         segment_ids=segment_ids,
+        return_lse=sinks_H is not None,
         implementation=implementation,
         precision=precision,
     )
     if sinks_H is None:
-        return attend(q_BTHD, k_BTKD, v_BTKD)
-    y_BTHD, lse_BHT = attend(q_BTHD, k_BTKD, v_BTKD, return_lse=True)
+        return y_BTHD
+    y_BTHD, lse_BHT = y_BTHD
     kept_BHT = jax.nn.sigmoid(lse_BHT - sinks_H.astype(jnp.float32)[None, :, None])
     return (y_BTHD.astype(jnp.float32) * kept_BHT.swapaxes(1, 2)[..., None]).astype(y_BTHD.dtype)
 

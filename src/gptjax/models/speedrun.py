@@ -43,7 +43,6 @@ from gptjax.models.layers import (
     rounded,
     scalars,
     split_bank,
-    uniform,
     weighted_sum,
 )
 from gptjax.optim import Group, Matrices
@@ -351,8 +350,8 @@ class Speedrun(Model):
             return nnx.Param(jnp.full(shape, value, jnp.float32), **metadata)
 
         def bank(*shape):
-            bank = uniform(rngs.params(), shape, std=0.5 * c**-0.5, **fp32)
-            return nnx.Param(bank, **matrices)
+            how = {"std": 0.5 * c**-0.5, "uniform": True}
+            return nnx.Param(normal(rngs.params(), shape, **how, **fp32), **matrices)
 
         lm_head_CV = normal(rngs.params(), (c, v), std=0.005, **fp32)
         self.lm_head = nnx.Param(jnp.pad(lm_head_CV, ((0, 0), padding)))

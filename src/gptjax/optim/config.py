@@ -278,7 +278,7 @@ class NorMuonConfig(MatrixOptimizerConfig):
     """Steps before the schedule's end in which the momentum falls."""
     neuron_b2: DecayRate = 0.95
     """Decay rate of each neuron's second moment."""
-    orthogonalization: Literal["polar_express", "newton_schulz"] = "polar_express"
+    orthogonalization: Literal[*METHODS] = "polar_express"
     """Iteration that orthogonalizes the matrices."""
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
