@@ -1,6 +1,8 @@
-"""Llama 3 from the same random weights in gptjax, in transformers, and in fp64."""
+"""Llama 3 from the same random weights in gptjax, and in transformers in fp32 and in fp64."""
 
+import contextlib
 import warnings
+from unittest import mock
 
 import numpy as np
 import torch
@@ -13,8 +15,6 @@ from gptjax.models.llama3 import Llama3Config
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
-from torch_gpt2 import How
-from torch_llama import Llama3 as TorchLlama
 
 # A prime vocabulary, three query heads for one key head, an odd length, frequencies in all three
 # ranges of Llama 3.1's scaling.
@@ -106,60 +106,20 @@ class WithLoss(torch.nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def exact(config, params) -> TorchLlama:
-    """bench's PyTorch model in fp64 from our parameters: transformers' computes norms, rotations
-    and softmax in fp32."""
-    model = TorchLlama(config, How(padded=False)).double()
-    flat = flatten(params)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            path = name.replace("weight", "scale" if "norm" in name else "kernel")
-            prefix = path.rpartition(".kernel")[0].rpartition(".")[0]
-            if name.endswith("attn.qkv.weight"):
-                arrays = [flat[f"{prefix}.{part}.kernel"].T for part in "qkv"]
-            elif name.endswith("mlp.gate_up.weight"):
-                arrays = [flat[f"{prefix}.{part}.kernel"].T for part in ("gate", "up")]
-            else:
-                array = flat[path]
-                array = array.T if path.endswith("kernel") else array
-                arrays = [array[: config.vocab_size] if name in ("wte", "lm_head") else array]
-            parameter.copy_(torch.from_numpy(np.concatenate(arrays)))
-    return model
+@contextlib.contextmanager
+def in_fp64():
+    """transformers computes norms, rotations and softmax in fp32, by name."""
+    names = mock.patch.multiple(torch, float32=torch.float64, float=torch.float64)
+    with names, mock.patch.object(torch.Tensor, "float", torch.Tensor.double):
+        yield
 
 
-def exact_gradients(config, model: TorchLlama) -> dict[str, np.ndarray]:
-    """The gradients of `exact` under our paths and in our layout."""
-    grads = {}
-    splits = {"attn.qkv": "q k v", "mlp.gate_up": "gate up"}
-    for name, parameter in model.named_parameters():
-        grad, stem = parameter.grad.numpy(), name.removesuffix(".weight")
-        prefix, part = ".".join(stem.split(".")[:-2]), ".".join(stem.split(".")[-2:])
-        if part in splits:
-            d = config.head_dim
-            sizes = (
-                [config.n_head * d, config.kv_heads * d] if part == "attn.qkv" else [config.inner]
-            )
-            pieces = np.split(grad, np.cumsum(sizes))
-            for own, piece in zip(splits[part].split(), pieces, strict=True):
-                grads[f"{prefix}.{part.split('.')[0]}.{own}.kernel"] = piece.T
-        elif "norm" in name:
-            grads[f"{stem}.scale"] = grad
-        else:
-            grads[name if name in ("wte", "lm_head") else f"{stem}.kernel"] = (
-                grad if name in ("wte", "lm_head") else grad.T
-            )
-    return grads
-
-
-def exact_logits(model: TorchLlama, tokens):
-    """The logits of `exact`, which returns its loss alone."""
-    found = []
-
-    def keep(x, scale, eps, head, *rest):
-        found.append(functional.linear(functional.rms_norm(x, scale.shape, scale, eps), head))
-        return loss(x, scale, eps, head, *rest)
-
-    loss, model.head_loss = model.head_loss, keep
-    model(tokens, tokens)
-    model.head_loss = loss
-    return found[0]
+def run_theirs(config, params, tokens, targets):
+    """Logits, loss and gradients of transformers' model, under its names."""
+    model = theirs(config, params).to(torch.float32)  # fp64 within `in_fp64`
+    tokens, targets = (torch.from_numpy(x).long() for x in (tokens, targets))
+    logits = model(tokens).logits
+    loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+    loss.backward()
+    grads = {name: p.grad.numpy() for name, p in model.named_parameters()}
+    return logits.detach().numpy(), loss.item(), grads

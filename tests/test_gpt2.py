@@ -214,10 +214,6 @@ def test_product_and_bias_join_the_stream_in_one_rounding(name):
         found, nearest, rtol=2e-7 if x.dtype == jnp.float32 else 0, atol=2e-7
     )
     np.testing.assert_array_equal(Norm(config).add_norm(x, pending)[1], found)
-    # With two roundings a bias this small would move some numbers and not others.
-    without = pending._replace(bias_C=0 * pending.bias_C).added_to(x)
-    moved = (found.astype(jnp.float32) - without.astype(jnp.float32)).mean()
-    assert float(moved) == pytest.approx(float(pending.bias_C.mean()), rel=0.1)
 
 
 # -------------------------------------------------------------------------------------- parity, GPU

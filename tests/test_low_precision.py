@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kernel_tools import OPTIMIZED
 
 from gptjax.optim.low_precision import (
-    apply_updates,
     join,
     round_stochastically,
     split,
@@ -130,30 +129,6 @@ def test_whatever_the_step_the_views_land_where_the_low_halves_belong(seed, fall
     freak = np.abs(wanted) < 2.0**-15 * np.abs(w)
     np.testing.assert_array_equal(bits(found)[~freak], bits(wanted)[~freak])
     assert (np.abs(found - wanted) <= 2.0**-22 * np.abs(w)).all()
-
-
-def test_optimizers_of_different_parameters():
-    """Inside optax.partition and optax.masked, which replace the other parameters by a node."""
-    rng = np.random.default_rng(0)
-    params = {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"}
-    grads = [
-        {name: jnp.asarray(rng.standard_normal(5), jnp.float32) for name in "abc"} for _ in range(3)
-    ]
-    split_tx = functools.partial(with_mantissa, select=lambda path: path != "c")
-    parts = {"adam": optax.adam(0.1), "sgd": optax.sgd(0.1)}
-    labels = {"a": "adam", "b": "sgd", "c": "sgd"}
-    tx = optax.partition({name: split_tx(part) for name, part in parts.items()}, labels)
-    master = optax.partition(parts, labels)
-    state, of_master = tx.init(params), master.init(params)
-    views = view(params) | {"c": params["c"]}
-    for g in grads:
-        updates, state = jax.jit(tx.update)(g, state, views)
-        views = apply_updates(views, updates)
-        updates, of_master = jax.jit(master.update)(g, of_master, params)
-        params = optax.apply_updates(params, updates)
-    for name in "ab":
-        np.testing.assert_array_equal(views[name], split(params[name])[0])
-    np.testing.assert_array_equal(views["c"], params["c"])
 
 
 def test_stochastic_rounding_is_right_on_average_and_lands_on_neighbours():

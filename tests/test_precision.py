@@ -6,7 +6,6 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -96,30 +95,3 @@ print(json.dumps([changed, sorted(set(os.environ.items()) ^ set(environment.item
     assert done.returncode == 0, done.stderr
     settings, environment = json.loads(done.stdout.splitlines()[-1])
     assert settings == [] and environment == []
-
-
-@pytest.mark.gpu
-def test_fp32_is_true_and_tf32_is_tf32():
-    """Through the head of the model, as large as a matrix product gets."""
-
-    def error(name):
-        config = GPT2Config(
-            vocab_size=1000,
-            padded_vocab_size=1024,
-            block_size=64,
-            n_layer=1,
-            n_head=2,
-            n_embd=1024,
-            precision=Precision(name),
-        )
-        model = GPT2(config, rngs=nnx.Rngs(0))
-        x = jax.random.normal(jax.random.key(1), (4, 64, 1024), jnp.float32)
-        exact = np.asarray(x, np.float64) @ np.asarray(model.wte[:1000], np.float64).T
-        return np.sqrt(
-            np.mean((np.asarray(model.logits(x), np.float64) - exact) ** 2) / np.mean(exact**2)
-        )
-
-    # TF32 keeps 10 bits: each input is off by up to 2⁻¹¹ when rounded, 2⁻¹⁰ when cut off, evenly
-    # spread below that.
-    assert error("fp32") < 1e-6
-    assert 1e-5 < error("tf32") < 2**-10
