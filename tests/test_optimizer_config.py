@@ -38,12 +38,6 @@ def config_of(algorithm="adamw", **options):
     return dataclasses.replace(CONFIG, optimizer=optimizer)
 
 
-def lines(config):
-    """The header's lines."""
-    params, groups = abstract_params(config.model), config.model.parameter_groups()
-    return config.optimizer.describe(params, groups)
-
-
 def mesh():
     return parallel.data_mesh(jax.devices()[:1])
 
@@ -86,18 +80,6 @@ def test_muon_refuses_layouts_that_it_would_ignore():
         from_command_line(command)
 
 
-def given(monkeypatch, config, groups):
-    """The arguments of the transformation that a config builds."""
-    seen = {}
-    monkeypatch.setattr(
-        importlib.import_module("gptjax.optim.config"),
-        "normuon_and_adamw",
-        lambda groups, **how: seen.update(how, groups=groups) or optax.identity(),
-    )
-    config.build(total_steps=30, groups=groups, mesh=mesh())
-    return seen
-
-
 def test_normuon_is_what_the_config_says(monkeypatch):
     adam = {"eps": 1e-6, "clip_norm": 0.7, "weight_decay": 0.2, "neuron_b2": 0.8, "b1": 0.8}
     config = NorMuonConfig(
@@ -106,7 +88,6 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         learning_rate=3e-3,
         matrix_learning_rate=0.01,
         matrix_weight_decay=0.3,
-        matrix_decay_form="lr_squared",
         momentum=0.9,
         momentum_low=0.5,
         momentum_warmup_steps=2,
@@ -115,37 +96,36 @@ def test_normuon_is_what_the_config_says(monkeypatch):
         adam_every=2,
         **adam,
     )
-    groups = [optim.Group("a", b1=0.1, b2=0.2), optim.Group("b", b1=0.3)]
-    seen = given(monkeypatch, config, groups)
-    assert {name: seen[name] for name in adam} == adam and seen["every"] == 2
+    seen = {}
+    module = importlib.import_module("gptjax.optim.config")
+    build = lambda groups, **how: seen.update(how, groups=groups) or optax.identity()
+    monkeypatch.setattr(module, "normuon_and_adamw", build)
     schedules = {
         "learning_rate": [1.5e-3, 3e-3, 3e-3, 3e-3],
         "matrix_learning_rate": [0.005, 0.01, 0.01, 0.01],
-        "matrix_weight_decay": [0.0015, 0.003, 0.003, 0.003],
         "momentum": [0.5, 0.7, 0.9, 0.7],
     }
-    for name, wanted in schedules.items():
-        assert [round(float(seen[name](count)), 6) for count in (0, 1, 20, 28)] == wanted
-    assert seen["groups"] == groups and seen["b2"] == 0.95
+    for form, decay in {"lr": [0.3] * 4, "lr_squared": [0.0015, 0.003, 0.003, 0.003]}.items():
+        own = dataclasses.replace(config, matrix_decay_form=form)
+        own.build(total_steps=30, groups=GROUP, mesh=mesh())
+        assert {name: seen[name] for name in adam} == adam
+        assert seen["groups"] is GROUP and seen["every"] == 2 and seen["b2"] == 0.95
+        for name, wanted in (schedules | {"matrix_weight_decay": decay}).items():
+            assert [round(float(seen[name](n)), 6) for n in (0, 1, 20, 28)] == wanted
     x = jnp.ones((1, 2, 3))
     np.testing.assert_array_equal(seen["method"](x), optim.newton_schulz(x))
-    seen = given(monkeypatch, dataclasses.replace(config, matrix_decay_form="lr"), groups)
-    assert float(seen["matrix_weight_decay"](20)) == 0.3
 
 
-def test_the_header_says_who_gets_what():
-    (line,) = lines(config_of(learning_rate=1e-3))
-    assert line.startswith("adamw: lr 0.001, decay 0.1")
+def test_the_header_names_the_options():
+    """tests/test_partition.py has the table of the parameters."""
     options = {"matrix_decay_form": "lr_squared", "adam_every": 2, "cautious_decay": True}
-    first, *table = lines(config_of(algorithm="normuon", **options))
+    params, groups = abstract_params(MODEL), MODEL.parameter_groups()
+    first, *_ = NorMuonConfig(**options).describe(params, groups)
     assert first.startswith("normuon: lr ")
     assert all(f"{name} {value}" in first for name, value in options.items())
-    assert table[0].split() == ["parameter", "shape", "optimizer", "betas", "lr", "decay"]
-    groups = (optim.Group("w", learning_rate=75.0, weight_decay=5.0, b1=0.5), optim.Group("b"))
-    params = {name: jax.ShapeDtypeStruct((2,), jnp.float32) for name in ("w", "b")}
-    table = NorMuonConfig(learning_rate=0.008).describe(params, groups)
-    assert table[-1].endswith("0.5, 0.95  0.6 (× 75)  0.5 (× 5)")
-    assert table[-2].endswith("0.9, 0.95  0.008       0.1")
+    assert OptimizerConfig(learning_rate=1e-3).describe(params, groups) == [
+        "adamw: lr 0.001, decay 0.1"
+    ]
 
 
 def test_another_algorithm_keeps_the_options_that_both_have():

@@ -139,16 +139,18 @@ def table(params, groups):
     return {name: cells for name, *cells in (re.split("  +", line) for line in lines)}
 
 
-def test_the_table_shows_the_matrices_of_named_axes():
+def test_the_table_shows_the_matrices_of_named_axes_and_the_factors():
     groups = [
         Group("conv", Matrices(inputs=(0, 1, 2), outputs=(3,))),
         Group("stack", Matrices(inputs=(1,), outputs=(2,))),
+        Group("wte", learning_rate=75.0, weight_decay=5.0, b1=0.5),
     ]
-    shapes = {"conv": (3, 3, 2, 8), "stack": (5, 4, 6)}
+    shapes = {"conv": (3, 3, 2, 8), "stack": (5, 4, 6), "wte": (2,)}
     shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    assert [cells[1] for cells in table(shapes, groups).values()] == [
-        "normuon, 1 matrix of 18 × 8",
-        "normuon, 5 matrices of 4 × 6",
+    assert [cells[1:] for cells in table(shapes, groups).values()] == [
+        ["normuon, 1 matrix of 18 × 8", "0.035", "0.025"],
+        ["normuon, 5 matrices of 4 × 6", "0.035", "0.025"],
+        ["adamw", "0.5, 0.95", "0.045 (× 75)", "0.5 (× 5)"],
     ]
 
 
