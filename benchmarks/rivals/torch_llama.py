@@ -67,8 +67,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: Llama3Config, how: How):
         super().__init__()
-        self.gate_up = how.linear(config.n_embd, 2 * config.inner, bias=False)
-        self.down = how.linear(config.inner, config.n_embd, bias=False)
+        self.gate_up = how.linear(config.n_embd, 2 * config.n_inner, bias=False)
+        self.down = how.linear(config.n_inner, config.n_embd, bias=False)
 
     def forward(self, x_BTC):
         gate_BTF, up_BTF = self.gate_up(x_BTC).chunk(2, dim=-1)

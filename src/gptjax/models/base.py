@@ -163,10 +163,8 @@ class ModelConfig(abc.ABC):
 
         FLOPs and published figures count the parameters without padding.
         """
-        small = dataclasses.replace(self, n_layer=1)
-        unpadded = dataclasses.replace(small, padded_vocab_size=self.vocab_size)
-        padding = small.num_allocated_params - unpadded.num_allocated_params
-        return self.num_allocated_params - padding
+        unpadded = dataclasses.replace(self, padded_vocab_size=self.vocab_size)
+        return unpadded.num_allocated_params
 
     @property
     def num_allocated_params(self) -> int:

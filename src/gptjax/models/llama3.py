@@ -94,19 +94,14 @@ class Llama3Config(TransformerConfig):
     @property
     def kv_heads(self) -> int:
         """Key and value heads."""
-        return self.n_kv_head or self.n_head
-
-    @property
-    def inner(self) -> int:
-        """Channels of the MLP."""
-        return self.n_inner or _inner(self.n_embd)
+        return self.n_kv_head
 
     def __post_init__(self):
         super().__post_init__()
         if self.n_kv_head is None:
             object.__setattr__(self, "n_kv_head", self.n_head)
         if self.n_inner is None:
-            object.__setattr__(self, "n_inner", _inner(self.n_embd))
+            object.__setattr__(self, "n_inner", -(-8 * self.n_embd // 384) * 128)
         if self.n_head % self.kv_heads:
             raise ValueError(
                 f"Llama3Config: n_head={self.n_head} is not a multiple of "
@@ -117,10 +112,6 @@ class Llama3Config(TransformerConfig):
                 f"Llama3Config: n_embd/n_head = {self.head_dim} is odd: the rotary embedding "
                 "rotates pairs of channels"
             )
-
-
-def _inner(n_embd: int) -> int:
-    return -(-8 * n_embd // 384) * 128
 
 
 PRESETS: dict[str, Llama3Config] = {
@@ -214,7 +205,7 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
         layer = functools.partial(Linear, precision=config.precision, bias=False, rngs=rngs)
-        c, f = config.n_embd, config.inner
+        c, f = config.n_embd, config.n_inner
         self.gate, self.up = layer(c, f, std=INIT_STD), layer(c, f, std=INIT_STD)
         self.down = layer(f, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.implementation, self.precision = config.mlp, config.precision

@@ -178,11 +178,6 @@ class SpeedrunConfig(TransformerConfig):
         return 6 * (self.num_params - self.lookup_params()) + round(12 * self.n_embd * keys)
 
     @property
-    def num_params(self) -> int:
-        tables, padding = 2 + len(self.value_layers), self.padded_vocab_size - self.vocab_size
-        return self.num_allocated_params - tables * padding * self.n_embd
-
-    @property
     def attention_layers(self) -> tuple[int, ...]:
         """Layers with attention."""
         return tuple(i for i in range(self.n_layer) if i != self.skip[1])

@@ -214,7 +214,7 @@ class _Llama(Architecture):
     }
 
     def kinds(self, config: Llama3Config) -> list[Kind]:
-        c, d, inner = config.n_embd, config.head_dim, config.inner
+        c, d, inner = config.n_embd, config.head_dim, config.n_inner
         heads, kv, vocabulary = config.n_head * d, config.kv_heads * d, (config.vocab_size, c)
 
         def block(key: Key, name: str, gguf: str, *shape: int) -> Kind:
@@ -277,7 +277,7 @@ class _Llama(Architecture):
 
     def metadata(self, config: Llama3Config) -> dict[str, int | float]:
         return {
-            "feed_forward_length": config.inner,
+            "feed_forward_length": config.n_inner,
             "attention.head_count_kv": config.kv_heads,
             "attention.layer_norm_rms_epsilon": float(config.norm_eps),
             "rope.freq_base": float(config.rope_theta),
