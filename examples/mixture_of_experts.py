@@ -106,8 +106,6 @@ class MixtureBlock(Block):
 class Mixture(Model):
     """Decoder-only mixture of experts."""
 
-    Config = MixtureConfig
-
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs)
         shape, dtype = (config.padded_vocab_size, config.n_embd), config.precision.param_dtype

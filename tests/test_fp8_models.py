@@ -161,8 +161,6 @@ class SpikeGPT2(GPT2):
     """GPT-2 whose gradient in a training step is multiplied by a factor: the whole backward pass
     computes with the larger numbers."""
 
-    Config = SpikeConfig
-
     def losses(self, *args, factor=None, **options):
         losses_N = super().losses(*args, **options)
         if factor is None:

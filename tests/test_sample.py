@@ -243,7 +243,7 @@ class OwnConfig(GPT2Config):
         return Own(self, rngs=rngs)
 
 class Own(GPT2):
-    Config = OwnConfig
+    pass
 
 model = OwnConfig(
     vocab_size=257, padded_vocab_size=264, block_size=24, n_layer=1, n_head=2, n_embd=16

@@ -9,7 +9,6 @@ Shapes: B batch, T time, C channels, H heads, D head dimension, P padded vocabul
 
 import dataclasses
 import functools
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -116,8 +115,6 @@ class RotaryBlock(Block):
 
 class RotaryLM(Model):
     """Decoder-only language model."""
-
-    Config: ClassVar[type[ModelConfig]] = RotaryConfig
 
     def __init__(self, config: RotaryConfig, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)

@@ -237,14 +237,12 @@ class TransformerConfig(ModelConfig):
 class Model(nnx.Module):
     """A decoder-only language model.
 
-    A subclass defines `Config`, `__init__`, `hidden` and `head`.
+    A subclass defines `__init__`, `hidden` and `head`.
 
     Args:
         config: shape, precision and kernel choices.
         rngs: `nnx.Rngs(seed)`; only the `params` stream is used.
     """
-
-    Config: ClassVar[type[ModelConfig]] = ModelConfig
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         del rngs

@@ -331,7 +331,6 @@ class Speedrun(Model):
     bigram and attention's residual λ of layer skip[1], and x0 λ of layer 0.
     """
 
-    Config = SpeedrunConfig
     config: SpeedrunConfig
 
     def __init__(self, config: SpeedrunConfig, *, rngs: nnx.Rngs):
