@@ -52,22 +52,6 @@ def test_in_bf16_every_matrix_is_rounded_once(shape, dtype):
     assert 0.8 * once < ours < 1.2 * once < 0.022
 
 
-@pytest.mark.parametrize("rows, columns", [(40, 40), (24, 60), (60, 24)])
-def test_singular_values_end_in_the_band_and_their_vectors_stay(rows, columns):
-    values = np.geomspace(3e-3, 1, min(rows, columns))
-    assert values[0] > 1e-3 * 1.02 * np.linalg.norm(values)
-    u, v = (
-        np.linalg.qr(np.random.default_rng(n).standard_normal((n, len(values))))[0]
-        for n in (rows, columns)
-    )
-    y = np.asarray(
-        polar_express(jnp.asarray((u * values) @ v.T, jnp.float32), dtype=jnp.float32), np.float64
-    )
-    inside = u.T @ y @ v
-    np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=FP32)
-    assert np.diag(inside).min() > 0.859 - FP32 and np.diag(inside).max() < 1.141 + FP32
-
-
 def test_the_band_holds_all_the_way():
     """Two singular values a matrix, whose squares add up to (1/1.02)²: over the range the band is
     stated for."""
