@@ -110,26 +110,18 @@ def test_parity_of_the_mlps_passes(triton_on_cpu):
 
 
 def test_kernels_names_the_back_end_of_each_part():
-    config = config_of(SHAPES["odd"])
-    assert config.kernels(7) == dict.fromkeys(("attention", "norm", "mlp", "loss"), "xla")
-    named = dataclasses.replace(
-        config, attention="reference", norm="reference", mlp="reference", loss="fused"
-    )
-    assert named.kernels(7, batch=2) == dict.fromkeys(("attention", "norm", "mlp"), "reference") | {
-        "loss": "fused"
-    }
+    config, parts = config_of(SHAPES["odd"]), ("attention", "norm", "mlp")
+    every = lambda name, loss: dict.fromkeys(parts, name) | {"loss": loss}
+    assert config.kernels(7) == every("xla", "xla")
+    named = dataclasses.replace(config, **dict.fromkeys(parts, "reference"), loss="fused")
+    assert named.kernels(7, batch=2) == every("reference", "fused")
     with h200():
         tf32 = GPT2Config(precision=Precision("tf32"))
-        assert tf32.kernels(1024, 32) == dict.fromkeys(("attention", "norm", "mlp"), "triton") | {
-            "loss": "fused"
-        }
+        assert tf32.kernels(1024, 32) == every("triton", "fused")
         with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",))):
-            assert tf32.kernels(1024, 32) == dict.fromkeys(
-                ("attention", "norm", "mlp", "loss"), "xla"
-            )
-            with pytest.raises(
-                ValueError, match="layer_norm: implementation 'triton' needs arrays of one device"
-            ):
+            assert tf32.kernels(1024, 32) == every("xla", "xla")
+            message = "layer_norm: implementation 'triton' needs arrays of one device"
+            with pytest.raises(ValueError, match=message):
                 dataclasses.replace(tf32, norm="triton").kernels(1024, 32)
         # True fp32 has a back end of its own: heads 128 wide go through XLA.
         for precision, width, attention in [
