@@ -11,11 +11,10 @@ import pytest
 from flax import nnx
 from test_speedrun_training import TINY
 
-from gptjax.models.base import graph, init_params, loss_fn
+from gptjax.models.base import graph, loss_fn
 from gptjax.models.speedrun import Stage
-from gptjax.optim import adamw, normuon_and_adamw, view, whole, with_mantissa
+from gptjax.optim import Group, Matrices, adamw, normuon_and_adamw, view, whole, with_mantissa
 from gptjax.optim.partition import flatten
-from gptjax.precision import Precision
 from gptjax.training.step import init_state, make_train_step
 from gptjax.training.tying import tie, tie_gradients
 
@@ -91,13 +90,10 @@ def test_a_tied_run_and_the_first_untied_step():
 
 def test_the_mantissa_of_a_bf16_copy(optax_promotion):
     """The copy's fp32 value is that of its source, and a later untied step begins from it."""
-    rate, groups = lambda _: 0.01, TIED.parameter_groups()
-    tx = with_mantissa(
-        normuon_and_adamw(
-            groups, matrix_learning_rate=rate, learning_rate=rate, cautious_decay=True, every=2
-        )
-    )
-    params = init_params(dataclasses.replace(TIED, precision=Precision("bf16")), 0)
+    groups, rate = (Group("other", Matrices()), Group("embed|lm_head")), lambda _: 0.01
+    how = {"matrix_learning_rate": rate, "learning_rate": rate, "cautious_decay": True, "every": 2}
+    tx = with_mantissa(normuon_and_adamw(groups, **how))
+    params = {"embed": random(32, 16), "lm_head": random(32, 16).T, "other": random(8, 8)}
     opt_state, params = tx.init(params), view(params)
 
     @functools.partial(jax.jit, static_argnums=2)
