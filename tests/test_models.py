@@ -250,6 +250,9 @@ REFUSED = {
         ({"skip": (2, 2)}, "0 ≤ skip[0] < skip[1] < lanes_from < n_layer"),
         ({"long_layers": (1,)}, "paired, long and value layers with attention"),
         ({"recompute": "block"}, "recompute none"),
+        ({"stage": Stage(steps=(6, 6))}, "steps of the stage in order"),
+        ({"stage": Stage(final_token_weights=(1.0, 0.5))}, "as many final weights of tokens"),
+        ({"stage": Stage(evaluation_window=0)}, "windows of at least 1"),
     ],
 }
 
