@@ -136,11 +136,10 @@ def test_the_default_kernels_on_the_gpu(name, precision, sizes):
     references, compared with those of XLA's back ends."""
     base, parts = MODELS[name][0], ("attention", "norm", "mlp", "loss")
     if name == "llama3":
-        sizes |= {"n_embd": 384, "n_inner": 1024, "block_size": 256, "rope_scaling": 1.0}
+        sizes = sizes | {"n_embd": 384, "n_inner": 1024, "block_size": 256, "rope_scaling": 1.0}
     else:
-        base = test_speedrun.ODD
-        sizes |= {"n_embd": 256, "n_inner": 512, "block_size": 512}
-        sizes |= {"stage": Stage(40, 130, (64, 130), (1.0, 0.5))}
+        base, stage = test_speedrun.ODD, Stage(40, 130, (64, 130), (1.0, 0.5))
+        sizes = sizes | {"n_embd": 256, "n_inner": 512, "block_size": 512, "stage": stage}
     config = dataclasses.replace(base, **sizes, vocab_size=509, padded_vocab_size=512)
     near = dataclasses.replace(config, precision=Precision(precision))
     batch = jnp.asarray(batch_of(config, 4, time=config.block_size + 1)[:1])
