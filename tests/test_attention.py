@@ -1,6 +1,8 @@
 """pallas_kernels.flash_attention in plain JAX and by cuDNN, and what all back ends share."""
 
 import functools
+import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,7 @@ MASKS = [
     {"causal": False},
     {"window": 1},
     {"window": 5},
+    {"window": 7},  # the whole sequence
     {"scale": 0.7},
     SEGMENTS,
     SEGMENTS | {"causal": False},
@@ -37,7 +40,7 @@ DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 CASES = [
     *((shape, dtype, {}) for shape in SHAPES for dtype in DTYPES),
     *((ODD, dtype, mask) for mask in MASKS[1:] for dtype in (jnp.float32, jnp.bfloat16)),
-    *(((2, 7, 4, k, 5), jnp.float32, mask) for k in (1, 2) for mask in (MASKS[0], MASKS[6])),
+    *(((2, 7, 4, k, 5), jnp.float32, MASKS[7]) for k in (1, 2)),
 ]
 
 
@@ -73,21 +76,6 @@ def test_reference_is_the_definition(mask, key_heads):
         np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("time, window", [(1, 1), (5, 2), (9, 1), (9, 4), (9, 9), (6, 12)])
-def test_each_query_sees_exactly_its_window(time, window):
-    """With v = the key's own index as one-hot, the output is the attention matrix."""
-    (q, k, _), _ = inputs((1, time, 1, 1, time), jnp.float32)
-    one_hot = jnp.eye(time, dtype=jnp.float32)[None, :, None, :]
-    weights = np.asarray(flash_attention(q, k, one_hot, window=window))[0, :, 0]
-    np.testing.assert_array_equal(weights > 0, visible(None, time, window=window)[0])
-    np.testing.assert_allclose(weights.sum(-1), 1, atol=1e-5)
-
-
-def test_a_window_as_long_as_the_sequence_is_none():
-    (q, k, v), _ = inputs(ODD, jnp.float32)
-    np.testing.assert_array_equal(flash_attention(q, k, v, window=7), flash_attention(q, k, v))
-
-
 def test_the_future_does_not_matter():
     (q, k, v), _ = inputs((1, 8, 2, 2, 4), jnp.float32)
     changed = flash_attention(q, k.at[:, 5:].set(99.0), v.at[:, 5:].set(99.0))
@@ -95,10 +83,12 @@ def test_the_future_does_not_matter():
     assert not np.array_equal(changed[:, 5:], flash_attention(q, k, v)[:, 5:])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_huge_scores_stay_finite(dtype):
-    (q, k, v), directions = inputs((1, 9, 1, 1, 4), dtype)
-    f = functools.partial(flash_attention, return_lse=True)
+@pytest.mark.parametrize(
+    "implementation, dtype", [*(("xla", dtype) for dtype in DTYPES), ("triton", jnp.float16)]
+)
+def test_huge_scores_stay_finite(implementation, dtype, triton_on_cpu):
+    (q, k, v), directions = inputs((1, 9, 1, 1, 8), dtype)
+    f = functools.partial(flash_attention, return_lse=True, implementation=implementation)
     size = jnp.asarray(100, dtype)
     found = jax.jit(functools.partial(results, f))((q * size, k * size, v), directions)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
@@ -109,29 +99,16 @@ def test_no_array_grows_with_the_square_of_time(implementation, monkeypatch):
     """In the program of O and its gradient, whatever the kernels are."""
     monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    f = functools.partial(flash_attention_qkv, implementation=implementation)
+    gradient = jax.grad(lambda qkv: f(qkv).astype(jnp.float32).sum())
 
     def largest(time):
-        qkv = jax.ShapeDtypeStruct((1, time, 3, 2, 64), jnp.bfloat16)
-        f = lambda qkv: (
-            flash_attention_qkv(qkv, implementation=implementation).astype(jnp.float32).sum()
-        )
         with h200():
-            return max(sizes(jax.make_jaxpr(jax.grad(f))(qkv).jaxpr))
+            text = str(jax.make_jaxpr(gradient)(jnp.zeros((1, time, 3, 2, 64), jnp.bfloat16)))
+        shapes = re.findall(r"[a-z]+\d+\[(\d+(?:,\d+)*)\]", text)
+        return max(math.prod(map(int, shape.split(","))) for shape in shapes)
 
     assert largest(16384) == 8 * largest(2048) < 16384 * 16384
-
-
-def sizes(jaxpr):
-    """Elements of every array in a program and in what it calls."""
-    for equation in jaxpr.eqns:
-        yield from (
-            v.aval.size for v in (*equation.invars, *equation.outvars) if hasattr(v.aval, "size")
-        )
-        for parameter in jax.tree.leaves(
-            tuple(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-        ):
-            if hasattr(inner := getattr(parameter, "jaxpr", parameter), "eqns"):
-                yield from sizes(inner)
 
 
 def test_errors():
@@ -254,13 +231,11 @@ GPU_SHAPES = [
     "back_end, shape, dtype, mask",
     [
         *(("cudnn", shape, jnp.bfloat16, {}) for shape in GPU_SHAPES),
-        ("cudnn", GPU_SHAPES[0], jnp.float16, {}),
         *(
-            ("cudnn", GPU_SHAPES[1], dtype, mask)
-            for dtype in (jnp.bfloat16, jnp.float16)
+            ("cudnn", GPU_SHAPES[1], jnp.float16, mask)
             for mask in ({"causal": False}, {"window": 17}, {"scale": 0.2})
         ),
-        *(("xla", shape, dtype, {}) for shape in GPU_SHAPES[:2] for dtype in DTYPES),
+        *(("xla", GPU_SHAPES[1], dtype, {}) for dtype in (jnp.float32, jnp.bfloat16)),
     ],
     ids=str,
 )
@@ -285,14 +260,10 @@ def test_deterministic_runs_are_equal(back_end, shape, window):
 def test_very_long_sequences_run(implementation):
     """65,536 tokens, whose weights would fill 8 GiB a head: the last rows of O against their
     definition."""
-    q, k, v = (
-        jnp.asarray(np.random.default_rng(i).standard_normal((1, 65536, 2, 64)), jnp.bfloat16)
-        for i in range(3)
-    )
+    (q, k, v), (dout, _) = inputs((1, 65536, 2, 2, 64), jnp.bfloat16)
     f = functools.partial(flash_attention, implementation=implementation)
     out, pull = jax.jit(lambda *qkv: jax.vjp(f, *qkv))(q, k, v)
-    gradients = pull(jnp.ones_like(out))
-    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in gradients)
+    assert all(bool(jnp.isfinite(x.astype(jnp.float32)).all()) for x in pull(dout))
 
     def last_rows(q, k, v):
         scores = jnp.einsum("bthd,bshd->bhts", q[:, -8:], k, precision="highest") / 8

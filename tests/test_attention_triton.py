@@ -40,13 +40,8 @@ def set_tiles(monkeypatch, m, n, backward="split"):
     monkeypatch.setattr(triton, "tuning", lambda *_: entry)
 
 
-@pytest.fixture
-def small(triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16)
-
-
 def check_triton(shape, dtype=FP32, **how):
-    check("triton", shape, dtype, **(RMS if dtype == FP32 else {}) | how)
+    return check("triton", shape, dtype, **(RMS if dtype == FP32 else {}) | how)
 
 
 # ------------------------------------------------------------------------------------------ numbers
@@ -67,12 +62,12 @@ CASES = [
         for dtype in (FP32, FP16)
         for shape in (
             (2, 64, 2, 2, 16),  # whole blocks
-            (1, 1, 1, 1, 1),  # one key: the output is v
             (2, 7, 3, 3, 5),  # less than a block
             (1, 33, 2, 2, 20),  # one row into a new block, a head dimension of no power of two
-            (1, 150, 2, 1, 16),  # many blocks, and a part of one
         )
     ),
+    ((1, 1, 1, 1, 1), FP32, SPLIT, {}),  # one key: the output is v
+    ((1, 150, 2, 1, 16), FP32, SPLIT, {}),  # many blocks, and a part of one
     # The tiles of the file.
     ((1, 70, 1, 1, 8), FP32, None, {}),
     ((1, 300, 1, 1, 64), FP16, None, {}),
@@ -80,15 +75,14 @@ CASES = [
     *(
         ((1, 50, 1, 1, d), FP16, (32, 32, backward), {})
         for backward in ("split", "fused")
-        for d in (5, 20, 64, 80, 128)
+        for d in (5, 64, 80, 128)
     ),
     *(
         (shape, dtype, tiles, how)
         for tiles in (SPLIT, FUSED)
-        for heads in ((4, 2), (3, 1))
         for shape, dtype, how in (
-            ((2, 40, *heads, 8), FP32, {"window": 30}),
-            ((1, 32, *heads, 16), FP16, {}),
+            ((2, 40, 4, 2, 8), FP32, {"window": 30}),
+            ((1, 32, 3, 1, 16), FP16, {}),
         )
     ),
     # Contiguous documents, and shuffled ids.
@@ -96,7 +90,7 @@ CASES = [
         ((2, 75, 1, 1, 8), FP32, tiles, how | segments((2, 75), 4, seed) | {"seed": seed})
         for tiles in (SPLIT, FUSED)
         for seed in (0, 1)
-        for how in ({}, {"window": 20}, {"causal": False})
+        for how in ({"window": 20}, {"causal": False})
     ),
 ]
 
@@ -153,7 +147,6 @@ def tensor_cores(triton_on_cpu, monkeypatch):
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
-@pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize(
     "shape, how",
     [
@@ -165,14 +158,12 @@ def tensor_cores(triton_on_cpu, monkeypatch):
     ],
     ids=str,
 )
+@pytest.mark.parametrize("backward", ["split", "fused"])
 def test_tf32(shape, how, backward, tensor_cores, monkeypatch):
     """Without rounding to nearest errors are three times as large."""
-    set_tiles(monkeypatch, 16, 32, backward)
+    if shape[4] < 64 or backward == "fused":  # else the tiles of the file
+        set_tiles(monkeypatch, 16, 32, backward)
     check_triton(shape, **TF32, **how)
-
-
-def test_tf32_in_the_tiles_of_the_file(tensor_cores):
-    check_triton((1, 150, 1, 1, 64), **TF32)
 
 
 @pytest.mark.parametrize("backward", ["split", "fused"])
@@ -225,28 +216,21 @@ def test_copies_in_tf32(t, d, packed, triton_on_cpu):
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
-def test_not_a_number_stays_so_in_tf32(bits, tensor_cores, monkeypatch):
-    set_tiles(monkeypatch, 16, 16)
-    not_a_number(bits)
-
-
-def not_a_number(bits):
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_not_a_number_stays_so_in_tf32(bits, on_gpu, request, monkeypatch):
     """Numbers that are rounded by adding to their bits could become finite."""
+    if not on_gpu:
+        request.getfixturevalue("tensor_cores")
+        set_tiles(monkeypatch, 16, 16)
     (q, k, v), directions = inputs((1, 40, 1, 1, 8), jnp.float32)
     bad = np.array(q)
     bad.view(np.uint32)[0, 20, 0, 3] = bits
     f = jax.jit(functools.partial(results, call("triton")))
+    found = [f((x, k, v), directions) for x in (jnp.asarray(bad), q)]
     rows = np.arange(40)
-    for name, ours, clean in zip(
-        NAMES,
-        f((jnp.asarray(bad), k, v), directions),
-        f((q, k, v), directions),
-        strict=True,
-    ):
-        ours, clean = (
-            np.moveaxis(np.asarray(x), 2, 1) if name == "lse" else np.asarray(x)
-            for x in (ours, clean)
-        )
+    for name, ours, clean in zip(NAMES, *found, strict=True):
+        if name == "lse":
+            ours, clean = (np.moveaxis(np.asarray(x), 2, 1) for x in (ours, clean))
         touched = rows <= 20 if name in ("dk", "dv") else rows == 20
         assert np.isnan(ours[:, touched]).all(), name
         if name != "dk":  # there 0·NaN comes through to later keys of the block
@@ -276,7 +260,8 @@ def test_nothing_leaks_from_the_next_sequence(how, backward, packed, triton_on_c
         np.testing.assert_array_equal(one[:1], other)
 
 
-def test_blocks_outside_the_window_are_not_read(small):
+def test_blocks_outside_the_window_are_not_read(triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
     (q, k, v), directions = inputs((1, 96, 1, 1, 8), jnp.float32)
     f = functools.partial(results, call("triton", window=10, precision="highest"))
     far = jnp.asarray(np.arange(96) < 48)[None, :, None, None]
@@ -300,12 +285,6 @@ def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monke
         np.testing.assert_allclose(ours, true, rtol=2e-3, atol=2e-3 * np.abs(true).max())
 
 
-def test_rows_of_huge_scores_stay_finite(small):
-    (q, k, v), directions = inputs((1, 40, 1, 1, 8), FP16)
-    found = results(call("triton"), (q * FP16(100), k * FP16(100), v), directions)
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
-
-
 # -------------------------------------------------------------------------- tiles, compiled kernels
 
 
@@ -319,27 +298,19 @@ def packed_gradients(**how):
     return jax.grad(lambda qkv: f(qkv).astype(FP32).sum())
 
 
-@pytest.mark.parametrize(
-    "heads, t, together",
-    [
-        (48, 1024, 24),
-        (384, 1024, 32),
-        (33, 1024, 17),
-        (5, 1024, 5),
-        (1, 1024, 1),
-        (3, 40_000, 1),
-        (768, 700, 46),
-    ],
-)
-def test_groups_of_heads_are_even(heads, t, together):
+def test_groups_of_heads_are_even():
     """As few as may be of at most 32,768 rows, the last no more than a few heads smaller than the
     others."""
     from pallas_kernels.attention import triton
 
     tile = {"M": 64, "N": 64, "rows": 32768, "num_warps": 4, "num_stages": 3}
-    found = triton._launched(tile, t, heads)
-    assert found == {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3, "TOGETHER": together}
-    assert -(-heads // together) == -(-heads // max(1, 32768 // t))
+    for heads, t, together in (
+        *((48, 1024, 24), (384, 1024, 32), (33, 1024, 17), (5, 1024, 5), (1, 1024, 1)),
+        *((3, 40_000, 1), (768, 700, 46)),
+    ):
+        found = triton._launched(tile, t, heads)
+        assert found == {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3, "TOGETHER": together}
+        assert -(-heads // together) == -(-heads // max(1, 32768 // t))
 
 
 def test_deterministic_is_split(monkeypatch):
@@ -353,28 +324,21 @@ def test_deterministic_is_split(monkeypatch):
     assert names(False) == ["forward_kernel", "delta_kernel", "dkv_kernel", "convert_kernel"]
 
 
-@pytest.mark.parametrize(
-    "capability, listed",
-    [
-        ((8, 0), "8.0"),
-        ((8, 6), "8.6"),
-        ((8, 7), "8.0"),  # 163 KB, as much as 8.0
-        ((8, 9), "8.6"),
-        ((9, 0), "9.0"),
-        ((10, 0), "9.0"),
-        ((12, 0), "8.6"),  # 99 KB
-        ((13, 0), "8.6"),  # unknown: the least
-    ],
-)
-def test_tiles_of_every_gpu(capability, listed):
+def test_tiles_of_every_gpu():
     from pallas_kernels.attention import triton
 
-    for products in ("16", "tf32", "fp32"):
-        # True fp32 in Hopper's tiles spills there.
-        own = capability == (10, 0) and products == "fp32"
-        entries = triton._tiles()["10.0" if own else listed][products]
-        assert triton.tuning(capability, products, 5) is entries["64"]
-        assert triton.tuning(capability, products, 65) is entries["128"]
+    for capability, listed in (
+        *(((8, 0), "8.0"), ((8, 6), "8.6"), ((9, 0), "9.0"), ((10, 0), "9.0")),
+        ((8, 7), "8.0"),  # 163 KB, as much as 8.0
+        *(((8, 9), "8.6"), ((12, 0), "8.6")),  # 99 KB
+        ((13, 0), "8.6"),  # unknown: the least
+    ):
+        for products in ("16", "tf32", "fp32"):
+            # True fp32 in Hopper's tiles spills there.
+            own = capability == (10, 0) and products == "fp32"
+            entries = triton._tiles()["10.0" if own else listed][products]
+            assert triton.tuning(capability, products, 5) is entries["64"]
+            assert triton.tuning(capability, products, 65) is entries["128"]
 
 
 def test_errors_of_tiles():
@@ -434,18 +398,11 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
         assert kernel.spill_bytes == spilled, (kernel.name, kernel.registers, kernel.spill_bytes)
         assert kernel.shared_bytes <= SHARED_KB[capability] * 1024
         assert not kernel.serialized, kernel.name
-    names = ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
+    names = "forward delta dkv dq"
     if dtype == jnp.float32 and precision is None:
         # Copies of k and v; of q, k and v; and of dO, with delta.
-        names = [
-            "tf32_kernel",
-            "forward_kernel",
-            "tf32_kernel",
-            "tf32_dout_kernel",
-            "dkv_kernel",
-            "dq_kernel",
-        ]
-    assert [k.name for k in kernels] == names
+        names = "tf32 forward tf32 tf32_dout dkv dq"
+    assert [k.name for k in kernels] == [f"{name}_kernel" for name in names.split()]
     for kernel in kernels:
         if kernel.name not in ("forward_kernel", "dkv_kernel", "dq_kernel"):
             continue
@@ -460,31 +417,37 @@ def test_compiles_without_spills(dtype, head_dim, precision, capability):
 
 # ---------------------------------------------------------------------------------------------- GPU
 
+BF16 = jnp.bfloat16
 GPU_CASES = [
-    ((2, 100, 3, 3, 64), {}),
-    ((2, 1000, 2, 2, 64), {}),
-    ((2, 1024, 3, 3, 64), {}),
-    ((1, 4096, 1, 1, 64), {}),
-    ((1, 1000, 2, 2, 64), {"causal": False}),
-    ((1, 1000, 2, 2, 64), {"window": 256}),
-    ((1, 1000, 2, 2, 64), segments((1, 1000), 5)),
+    *(
+        (shape, dtype, {})
+        for shape in ((2, 1000, 2, 2, 64), (1, 1024, 8, 2, 64), (1, 1000, 2, 2, 128))
+        for dtype in (BF16, FP16, "tf32", FP32)
+    ),
+    *(
+        ((1, 1000, 2, 2, 64), dtype, how)
+        for dtype in (BF16, "tf32")
+        for how in ({"causal": False}, {"window": 256}, segments((1, 1000), 5))
+    ),
     # Sorted ids: in a document of one token the exact gradient of q is that of L alone. The
     # difference of dO·V in TF32 and of Σ dO∘O in fp32 is more than the 2× rule allows.
-    ((1, 1024, 2, 2, 64), {"window": 256, "seed": 2} | segments((1, 1024), 5, 2)),
-    ((1, 1024, 2, 2, 64), {"packed": True}),
-    ((1, 1000, 4, 4, 80), {"packed": True}),
-    ((1, 1024, 8, 2, 64), {}),
-    ((1, 1024, 2, 2, 128), {}),
-    ((1, 1000, 2, 2, 128), {"packed": True}),
-    ((3, 77, 2, 1, 5), {}),
-    ((1, 1, 1, 1, 1), {}),
+    *(
+        ((1, 1024, 2, 2, 64), dtype, {"window": 256, "seed": 2} | segments((1, 1024), 5, 2))
+        for dtype in (BF16, "tf32", FP32)
+    ),
+    *(
+        (shape, dtype, {"packed": True})
+        for shape in ((1, 4096, 1, 1, 64), (1, 1000, 4, 4, 80))
+        for dtype in (BF16, "tf32")
+    ),
+    *(((3, 77, 2, 1, 5), dtype, {}) for dtype in (BF16, "tf32", FP32)),
+    ((1, 1, 1, 1, 1), BF16, {}),
 ]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, FP16, "tf32", FP32], ids=str)
-@pytest.mark.parametrize("shape, how", GPU_CASES, ids=str)
-def test_on_the_gpu(shape, how, dtype):
+@pytest.mark.parametrize("shape, dtype, how", GPU_CASES, ids=str)
+def test_on_the_gpu(shape, dtype, how):
     dtype, tf32 = (FP32, TF32) if dtype == "tf32" else (dtype, {})
     check_triton(shape, dtype, **tf32, **how)
 
@@ -492,22 +455,16 @@ def test_on_the_gpu(shape, how, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize(
-    "dtype, how", [(jnp.bfloat16, {}), (FP32, TF32), (FP32, {})], ids=["bf16", "tf32", "fp32"]
+    "dtype, how", [(BF16, {}), (FP32, TF32), (FP32, {})], ids=["bf16", "tf32", "fp32"]
 )
 def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, how, backward, monkeypatch):
     from pallas_kernels.attention import triton
 
     tuning = triton.tuning
     monkeypatch.setattr(triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
-    for packed in (False, True):
-        check_triton((2, 1000, 2, 2, 64), dtype, packed=packed, **how)
-
-
-@pytest.mark.gpu
-def test_packed_is_unpacked_on_the_gpu():
-    args, directions = inputs((2, 1000, 4, 4, 64), jnp.bfloat16)
-    forms = [call("triton", packed=packed, deterministic=True) for packed in (False, True)]
-    jax.tree.map(np.testing.assert_array_equal, *(results(f, args, directions) for f in forms))
+    found = [check_triton((2, 500, 2, 2, 64), dtype, packed=p, **how) for p in (False, True)]
+    if backward == "split" and dtype == BF16:
+        jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.gpu
@@ -522,13 +479,6 @@ def test_more_than_2_to_the_31_numbers():
 
 
 @pytest.mark.gpu
-def test_memory_is_linear_in_time():
-    shape = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.float32)
-    compiled = jax.jit(gradients()).lower(shape, shape, shape).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 2 * 4096 * 4096
-
-
-@pytest.mark.gpu
 def test_the_gradient_of_a_packed_projection_is_not_copied():
     """dk, dv and dq go into one array: beside it and what attention saves there is no other of its
     size."""
@@ -537,9 +487,3 @@ def test_the_gradient_of_a_packed_projection_is_not_copied():
     compiled = jax.jit(f).lower(shape).compile()
     out_and_its_gradient = 2 * 8 * 1024 * 12 * 64 * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * out_and_its_gradient
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF], ids=hex)
-def test_not_a_number_stays_so_in_tf32_on_the_gpu(bits):
-    not_a_number(bits)
