@@ -246,22 +246,23 @@ def _complete_mosaics_interpreter(monkeypatch):
         transforms = gpu_callbacks._remove_noop_transforms(how[f"{which}_transforms"])
         return key, gpu_callbacks._get_shared_memory().access(key, jax.tree.map(int, transforms))
 
-    their_wgmma, their_copy = gpu_callbacks.wgmma, gpu_callbacks.copy_smem_to_gmem
+    their_copy = gpu_callbacks.copy_smem_to_gmem
 
     @gpu_callbacks.fail_on_exception
-    def wgmma(*, a_allocation_key_as_array, **how):
-        if a_allocation_key_as_array.ndim == 1:
-            return their_wgmma(a_allocation_key_as_array=a_allocation_key_as_array, **how)
-        memory = gpu_callbacks._get_shared_memory()
+    def wgmma(**how):
+        memory, left = gpu_callbacks._get_shared_memory(), how["a_allocation_key_as_array"]
         log = gpu_callbacks.memory.GPULoggingInfo(
             how["mesh_location"], how["thread"], how["source_info"]
         )
-        right, _, _ = memory.get_buffer_content(*content(how, "b"), how["thread"], logging_info=log)
-        sums, _, _ = memory.get_buffer_content(
-            *content(how, "acc"), how["thread"], logging_info=log
+        load = lambda which: memory.get_buffer_content(
+            *content(how, which), how["thread"], logging_info=log
+        )[0]
+        left, right, sums = load("a") if left.ndim == 1 else left, load("b"), load("acc")
+        # In fp64: the order of BLAS's sums depends on the CPU, and may make a·aᵀ asymmetric.
+        product = np.matmul(np.asarray(left), right, dtype=np.float64)
+        memory.store_buffer_content(
+            *content(how, "acc"), sums + product.astype(sums.dtype), how["thread"], logging_info=log
         )
-        sums = sums + np.matmul(np.asarray(a_allocation_key_as_array), right, dtype=sums.dtype)
-        memory.store_buffer_content(*content(how, "acc"), sums, how["thread"], logging_info=log)
         return how["token"]
 
     class Add(gpu_callbacks.AsyncCopySmemToGmemTask):
