@@ -71,16 +71,13 @@ def check(implementation, shape, dtype, scale=1.0, causal=False, seed=0):
 
 @pytest.fixture
 def long_rows(monkeypatch):
-    """Every row is a long one, in blocks of few columns."""
+    """Every row is a long one, in blocks of 32 · 4 or 32 · 8 columns, some kept in registers and
+    some read again."""
     from pallas_kernels.row_softmax import triton
 
-    monkeypatch.setattr(triton, "LONGEST_SHORT_ROW", 0)
-    # Blocks of 32 · 4 or 32 · 8 columns, some kept in registers and some read again.
-    monkeypatch.setattr(triton, "TWO_ROWS_FIT", 0)
-    monkeypatch.setattr(triton, "FORWARD_KEPT", 2)
-    monkeypatch.setattr(triton, "FORWARD_WARPS", 1)
-    monkeypatch.setattr(triton, "BACKWARD_WARPS", 1)
-    monkeypatch.setattr(triton, "MOST_KEPT", 2)
+    sizes = {"LONGEST_SHORT_ROW": 0, "TWO_ROWS_FIT": 0, "FORWARD_KEPT": 2, "MOST_KEPT": 2}
+    for name, value in (sizes | {"FORWARD_WARPS": 1, "BACKWARD_WARPS": 1}).items():
+        monkeypatch.setattr(triton, name, value)
 
 
 # The reference's own gradient is that of its fp32 y.
@@ -123,31 +120,22 @@ def test_any_scale(implementation, scale, triton_on_cpu):
 @pytest.mark.parametrize("long", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_extreme_rows(dtype, long, implementation, triton_on_cpu, request):
-    """As `jax.nn.softmax`: −∞ is a weight of 0, only −∞ is NaN, the lowest finite number everywhere
-    is a uniform row."""
+    """−∞ is a weight of 0, only −∞ is NaN, the lowest finite number everywhere is a uniform row."""
     if long:
         request.getfixturevalue("long_rows")
     low, inf = float(jnp.finfo(dtype).min), np.inf
-    x = jnp.asarray(
-        [[-inf, 0, 0, -inf], [low] * 4, [-low, low, low, low], [-inf] * 4, [np.nan, 0, 0, 0]], dtype
-    )
+    rows = [[-inf, 0, 0, -inf], [low] * 4, [-low, low, low, low], [-inf] * 4, [np.nan, 0, 0, 0]]
     wanted = [[0, 0.5, 0.5, 0], [0.25] * 4, [1, 0, 0, 0], [np.nan] * 4, [np.nan] * 4]
-    np.testing.assert_array_equal(
-        np.asarray(jax.nn.softmax(x.astype(jnp.float32), axis=-1)), wanted
-    )
-    np.testing.assert_array_equal(
-        np.asarray(softmax(x, implementation=implementation), np.float32), wanted
-    )
+    found = softmax(jnp.asarray(rows, dtype), implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), wanted)
 
 
 @pytest.mark.parametrize("implementation", BACKENDS)
 def test_rows_sum_to_one_and_a_shift_changes_nothing(implementation, triton_on_cpu):
     (x, _), _ = inputs((5, 333), jnp.float32)
-    y = softmax(x, implementation=implementation)
+    y, shifted = (softmax(z, implementation=implementation) for z in (x, x + 1000))
     np.testing.assert_allclose(np.asarray(y, np.float64).sum(-1), 1, atol=1e-6)
-    np.testing.assert_allclose(
-        softmax(x + 1000, implementation=implementation), y, atol=1e-4
-    )  # fp32 near 1000 is coarse
+    np.testing.assert_allclose(shifted, y, atol=1e-4)  # fp32 near 1000 is coarse
 
 
 def test_errors():

@@ -47,15 +47,9 @@ def backend(request):
 def arrays(shape, dst_dtype, src_dtype, seed=0):
     """dst, src, and a direction for the gradient."""
     rng = np.random.default_rng(seed)
-    turned = (*shape[:-2], shape[-1], shape[-2])
-    dst, direction = (jnp.asarray(rng.standard_normal(turned), dst_dtype) for _ in range(2))
+    sizes = (*shape[:-2], shape[-1], shape[-2])
+    dst, direction = (jnp.asarray(rng.standard_normal(sizes), dst_dtype) for _ in range(2))
     return dst, jnp.asarray(rng.standard_normal(shape), src_dtype), direction
-
-
-def rounded(x, dtype):
-    """fp64 → dtype, through fp32: where the sum of two fp32 numbers is exact in fp64, that is one
-    rounding in fp32."""
-    return np.asarray(x, np.float32).astype(dtype)
 
 
 def turned(x):
@@ -74,7 +68,8 @@ def check(backend, shape, dst_dtype, src_dtype, *, in_place=True):
     out, (ddst, dsrc) = jax.jit(with_gradients(add))((dst, src), direction)
     assert (out.dtype, ddst.dtype, dsrc.dtype) == (dst_dtype, dst_dtype, src_dtype)
     exact = np.asarray(dst, np.float64) + turned(src).astype(np.float64)
-    np.testing.assert_array_equal(out, rounded(exact, dst_dtype))
+    # Where the sum of two fp32 numbers is exact in fp64, this is one rounding in fp32.
+    np.testing.assert_array_equal(out, np.asarray(exact, np.float32).astype(dst_dtype))
     np.testing.assert_array_equal(ddst, direction)
     np.testing.assert_array_equal(dsrc, turned(direction.astype(src_dtype)))
 
@@ -128,53 +123,38 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
 
 
 def test_the_sum_is_rounded_once(backend):
-    """1 + 2⁻⁹ rounds to 1 in bf16: an addend rounded to dst's dtype first would already be gone."""
-    dst, src = (
-        jnp.full((2, 2), 1 - 2.0**-8, jnp.bfloat16),
-        jnp.full((2, 2), 2.0**-8 + 2.0**-12, jnp.float32),
-    )
-    assert transpose_add(dst, src + 1, implementation=backend)[0, 0] == 2.0
+    """An addend rounded to dst's bf16 first would already be 1."""
     dst = jnp.full((2, 2), 2.0**-7, jnp.bfloat16)
-    src = jnp.full((2, 2), 1 + 2.0**-8, jnp.float32)  # in bf16 this is 1
-    assert transpose_add(dst, src, implementation=backend)[0, 0] == rounded(
-        1 + 2.0**-7 + 2.0**-8, jnp.bfloat16
-    )
+    src = jnp.full((2, 2), 1 + 2.0**-8, jnp.float32)
+    total = transpose_add(dst, src, implementation=backend)
+    np.testing.assert_array_equal(total, np.float32(1 + 2.0**-7 + 2.0**-8).astype(jnp.bfloat16))
 
 
 def test_dst_is_left_alone_where_it_lives_on(backend):
     dst, src, _ = arrays((8, 16), jnp.float32, jnp.float32)
     before = np.asarray(dst).copy()
-    total, kept = jax.jit(lambda dst, src: (transpose_add(dst, src, implementation=backend), dst))(
-        dst, src
-    )
-    np.testing.assert_array_equal(dst, before)
-    np.testing.assert_array_equal(kept, before)
-    np.testing.assert_array_equal(total, before + turned(src))
+    add = functools.partial(transpose_add, implementation=backend)
+    total, kept = jax.jit(lambda dst, src: (add(dst, src), dst))(dst, src)
+    for found, expected in ((dst, before), (kept, before), (total, before + turned(src))):
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_in_place_asks_for_no_new_array(triton_on_cpu, monkeypatch):
-    launched = []
-    call = _triton.call
-    monkeypatch.setattr(
-        _triton, "call", lambda *args, **options: launched.append(options) or call(*args, **options)
-    )
+    launched, call = [], _triton.call
+    watched = lambda *args, **how: launched.append(how) or call(*args, **how)
+    monkeypatch.setattr(_triton, "call", watched)
     dst, src, _ = arrays((8, 16), jnp.float32, jnp.float32)
-    for in_place in (True, False):
+    for in_place, expected in ((True, ((1,), 0)), (False, ((), 1))):
         transpose_add(dst, src, in_place=in_place, implementation="triton")
-    assert [(options.get("in_place", ()), len(options["out"])) for options in launched] == [
-        ((1,), 0),
-        ((), 1),
-    ]
+        assert (launched[-1].get("in_place", ()), len(launched[-1]["out"])) == expected
 
 
 def test_reference_is_the_definition():
     dst, src, _ = arrays((5, 9), jnp.float16, jnp.bfloat16)
-    np.testing.assert_array_equal(reference(src), turned(src).astype(np.float32))
-    np.testing.assert_array_equal(
-        reference(src, dst), np.asarray(dst, np.float32) + turned(src).astype(np.float32)
-    )
-    assert reference(src).dtype == reference(src, dst).dtype == jnp.float32
-    np.testing.assert_array_equal(transpose_copy(src, implementation="reference"), turned(src))
+    copy, add = reference(src), reference(src, dst)
+    np.testing.assert_array_equal(copy, turned(src).astype(np.float32))
+    np.testing.assert_array_equal(add, np.asarray(dst, np.float32) + copy)
+    assert copy.dtype == add.dtype == jnp.float32
 
 
 def test_errors():
@@ -192,8 +172,7 @@ def test_errors():
 @pytest.mark.parametrize(
     "shape, dst, src, in_place",
     [
-        ((768, 50304), jnp.bfloat16, jnp.bfloat16, True),  # GPT-2's head
-        ((768, 50304), jnp.float32, jnp.bfloat16, True),  # its fp32 gradient
+        ((768, 50304), jnp.float32, jnp.bfloat16, True),  # GPT-2's head
         ((301, 1003), jnp.float16, jnp.float16, False),  # both ragged, nothing aligned
         ((3, 65, 200), jnp.float32, jnp.float32, True),  # ragged in a batch
         ((1, 7), jnp.bfloat16, jnp.float32, True),  # less than a tile
@@ -205,12 +184,11 @@ def test_triton_on_the_gpu(shape, dst, src, in_place):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(8192, 2304), (301, 1003), (3, 65, 200), (1, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(8192, 2304), (3, 65, 200), (1, 7)], ids=str)
 def test_a_transpose_and_its_sums_on_the_gpu(shape):
     """What the outputs are written to was full of NaN before."""
-    for _ in range(3):
-        jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.float32) for _ in range(4)])
-        check_sum("triton", shape, jnp.float32)
+    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.float32) for _ in range(4)])
+    check_sum("triton", shape, jnp.float32)
 
 
 @pytest.mark.gpu
