@@ -27,23 +27,19 @@ def inputs(batch, time, channels, heads, head_dim=64, dtype=jnp.bfloat16, seed=0
     return x, w, jnp.asarray(rng.standard_normal(3 * heads * head_dim) * 0.7, dtype)
 
 
-def plain(x, w, b, *, heads):
-    """In the inputs' own dtype, the scores materialized."""
-    qkv = (jnp.matmul(x, w, precision=HIGHEST) + b[None, None]).reshape(*x.shape[:2], 3, heads, -1)
-    return flash_attention_qkv(qkv, implementation="xla", precision=HIGHEST)
-
-
-def true(x, w, b, *, heads):
-    qkv = (jnp.matmul(x, w, precision=HIGHEST) + b[None, None]).reshape(*x.shape[:2], 3, heads, -1)
-    return reference(*(qkv[:, :, i] for i in range(3)))
+def split(x, w, b, heads):
+    qkv = jnp.matmul(x, w, precision=HIGHEST) + b[None, None]
+    return qkv.reshape(*x.shape[:2], 3, heads, -1)
 
 
 def check_all(implementation, *sizes, heads, **how):
-    """Output and the three gradients, by the 2× rule."""
+    """Output and the three gradients, by the 2× rule: of the inputs' own dtype, the scores
+    materialized."""
+    attend = functools.partial(flash_attention_qkv, implementation="xla", precision=HIGHEST)
     check(
         functools.partial(projected_attention, heads=heads, implementation=implementation),
-        functools.partial(plain, heads=heads),
-        functools.partial(true, heads=heads),
+        lambda *args: attend(split(*args, heads)),
+        lambda *args: reference(*jnp.moveaxis(split(*args, heads), 2, 0)),
         inputs(*sizes, heads, **how),
     )
 
@@ -52,90 +48,72 @@ def test_on_a_cpu():
     check_all("xla", 2, 24, 40, heads=3, head_dim=16)
 
 
-@pytest.mark.parametrize("time, whole", [(136, True), (136, False)])
-def test_mosaic_on_a_cpu(mosaic_on_cpu, monkeypatch, time, whole):
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("triton", [True, False])
+def test_mosaic_on_a_cpu(mosaic_on_cpu, monkeypatch, request, triton, whole):
+    """Without Triton's passes around Mosaic's kernel, and with them as on a GPU."""
     from pallas_kernels.attention import mosaic_backward
 
-    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: whole)
-    check_all("mosaic", 2, time, 64, heads=1)
-    forget_races()
-
-
-@pytest.mark.parametrize("time, heads, whole", [(67, 2, False), (67, 2, True)])
-def test_mosaic_and_triton_on_a_cpu(mosaic_on_cpu, triton_on_cpu, monkeypatch, time, heads, whole):
-    """With Triton's passes around Mosaic's kernel, as on a GPU."""
-    from pallas_kernels.attention import mosaic_backward
-
+    if triton:
+        request.getfixturevalue("triton_on_cpu")
     monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: whole)
     # The backward pass is traced once for these shapes, whatever was patched then.
     jax.clear_caches()
-    check_all("mosaic", 2, time, 64, heads=heads)
+    check_all("mosaic", 2, 67 if triton else 136, 64, heads=1 + triton)
     forget_races()
     jax.clear_caches()
+
+
+def mosaic(*args, heads):
+    """In fp32, for a scalar loss."""
+    out = projected_attention(*args, heads=heads, implementation="mosaic")
+    return jnp.sin(out.astype(jnp.float32))
 
 
 def test_vmap(mosaic_on_cpu, triton_on_cpu):
     x, w, b = inputs(3, 40, 64, 1)
-    f = lambda x, w, b: projected_attention(x, w, b, heads=1, implementation="mosaic").astype(
-        jnp.float32
-    )
-    loss = lambda *args: jnp.sin(f(*args)).sum()
-    together = jax.grad(
-        lambda w, b: jnp.sin(jax.vmap(f, (0, None, None))(x[:, None], w, b)).sum(), (0, 1)
-    )(w, b)
-    for ours, theirs in zip(together, jax.grad(loss, (1, 2))(x, w, b), strict=True):
-        np.testing.assert_allclose(
-            ours.astype(jnp.float32), theirs.astype(jnp.float32), rtol=0.02, atol=0.1
-        )
+    f = functools.partial(mosaic, heads=1)
+    each = lambda w, b: jax.vmap(f, (0, None, None))(x[:, None], w, b).sum()
+    pairs = jax.grad(each, (0, 1))(w, b), jax.grad(lambda w, b: f(x, w, b).sum(), (0, 1))(w, b)
+    for ours, theirs in zip(*pairs, strict=True):
+        ours, theirs = (a.astype(jnp.float32) for a in (ours, theirs))
+        np.testing.assert_allclose(ours, theirs, rtol=0.02, atol=0.1)
 
 
 def test_vmap_lowers_for_an_h200():
     """Triton's kernels have no rule for vmap."""
-    f = lambda x, w, b: (
-        projected_attention(x, w, b, heads=12, implementation="mosaic").astype(jnp.float32).sum()
-    )
-    args = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        for shape in ((2, 4, 1024, 768), (768, 2304), (2304,))
-    ]
-    text = lower_for_h200(jax.vmap(jax.grad(f, (0, 1, 2)), (0, None, None)), *args)
+    gradient = jax.grad(lambda *args: mosaic(*args, heads=12).sum(), (0, 1, 2))
+    sizes = ((2, 4, 1024, 768), (768, 2304), (2304,))
+    args = [jax.ShapeDtypeStruct(size, jnp.bfloat16) for size in sizes]
+    text = lower_for_h200(jax.vmap(gradient, (0, None, None)), *args)
     assert text.count("custom_call @delta_kernel") == 1
 
 
 def test_a_bias_of_the_keys_has_no_gradient(mosaic_on_cpu):
     x, w, b = inputs(1, 64, 64, 2)
-    f = lambda b: jnp.sin(
-        projected_attention(x, w, b, heads=2, implementation="mosaic").astype(jnp.float32)
-    ).sum()
-    of_q, of_k, of_v = np.asarray(jax.grad(f)(b), np.float32).reshape(3, -1)
+    db = jax.grad(lambda b: mosaic(x, w, b, heads=2).sum())(b)
+    of_q, of_k, of_v = np.asarray(db, np.float32).reshape(3, -1)
     assert not of_k.any() and of_q.any() and of_v.any()
 
 
 def test_parameters_may_be_fp32():
-    x, w, b = inputs(1, 8, 16, 1, head_dim=16)
+    args = inputs(1, 8, 16, 1, head_dim=16)
+    wide = args[0], *(a.astype(jnp.float32) for a in args[1:])
     f = functools.partial(projected_attention, heads=1)
-    np.testing.assert_array_equal(f(x, w.astype(jnp.float32), b.astype(jnp.float32)), f(x, w, b))
-    gradients = jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2))(
-        x, *(a.astype(jnp.float32) for a in (w, b))
-    )
+    np.testing.assert_array_equal(f(*wide), f(*args))
+    gradients = jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2))(*wide)
     assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
 
 
-@pytest.mark.parametrize("batch, extra", [(64, []), (4, ["into_packed_kernel"])])
+@pytest.mark.parametrize("batch, extra", [(64, 0), (4, 1)])
 def test_what_is_launched_on_an_h200(batch, extra):
     """Whole heads at B = 64; split ones at 4. Nothing reads all of dqkv but the two products."""
-    shapes = [(batch, 1024, 768), (768, 2304), (2304,)]
-    args = [
-        jax.ShapeDtypeStruct(shape, dtype)
-        for shape, dtype in zip(shapes, (jnp.bfloat16, jnp.float32, jnp.float32), strict=True)
-    ]
-    f = lambda *args: (
-        projected_attention(*args, heads=12, implementation="mosaic").astype(jnp.float32).sum()
-    )
-    text = lower_for_h200(jax.grad(f, (0, 1, 2)), *args)
-    assert text.count("custom_call @mosaic_gpu") == 2
-    for kernel in ("delta_kernel", "into_packed_kernel"):
-        assert text.count(f"custom_call @{kernel}") == (kernel == "delta_kernel" or kernel in extra)
+    args = [jax.ShapeDtypeStruct((batch, 1024, 768), jnp.bfloat16)]
+    args += [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((768, 2304), (2304,))]
+    loss = lambda *args: mosaic(*args, heads=12).sum()
+    text = lower_for_h200(jax.grad(loss, (0, 1, 2)), *args)
+    for kernel, launches in (("mosaic_gpu", 2), ("delta_kernel", 1), ("into_packed_kernel", extra)):
+        assert text.count(f"custom_call @{kernel}") == launches
     assert f"tensor<{batch * 1024}x2304xf32>" not in text
 
 

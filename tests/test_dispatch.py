@@ -18,27 +18,18 @@ from pallas_kernels import _dispatch, select, transpose
 from pallas_kernels._dispatch import BackEnd, Operation
 
 
-def gpu(compute_capability):
-    return types.SimpleNamespace(platform="gpu", compute_capability=compute_capability)
-
-
 @pytest.fixture
 def device(monkeypatch):
     """Replace the default device by one of a given compute capability."""
 
     def choose(compute_capability):
+        gpu = types.SimpleNamespace(platform="gpu", compute_capability=compute_capability)
         monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda: [gpu(compute_capability)])
+        monkeypatch.setattr(jax, "devices", lambda: [gpu])
         monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_default_device=None))
         monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: object())
 
     return choose
-
-
-def test_on_a_cpu_no_kernel_runs():
-    assert _dispatch.capability() is None
-    for why in (_dispatch.why_not_triton(), _dispatch.why_not_mosaic()):
-        assert why == "needs an NVIDIA GPU, and the default device is a cpu"
 
 
 @pytest.mark.parametrize(
@@ -50,20 +41,18 @@ def test_on_a_cpu_no_kernel_runs():
         ("9.0", (9, 0), None, None),
         ("10.0", (10, 0), None, "Hopper"),
         ("gfx90a", None, "NVIDIA", "NVIDIA"),  # AMD's
+        (None, None, *["needs an NVIDIA GPU, and the default device is a cpu"] * 2),
     ],
 )
-def test_what_each_gpu_runs(device, compute_capability, expected, triton, mosaic):
-    device(compute_capability)
+def test_what_each_gpu_runs(device, monkeypatch, compute_capability, expected, triton, mosaic):
+    if compute_capability is not None:
+        device(compute_capability)
     assert _dispatch.capability() == expected
     for why, word in ((_dispatch.why_not_triton(), triton), (_dispatch.why_not_mosaic(), mosaic)):
         assert why is None if word is None else word in why
-
-
-def test_without_jax_triton_the_reason_says_what_to_install(device, monkeypatch):
-    device("9.0")
-    monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: None)
-    assert _dispatch.why_not_triton() == "needs jax-triton: pip install -e '.[cuda13]'"
-    assert _dispatch.why_not_mosaic() is None
+    if triton is None:
+        monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: None)
+        assert _dispatch.why_not_triton() == "needs jax-triton: pip install -e '.[cuda13]'"
 
 
 AUTO = jax.sharding.AxisType.Auto
@@ -84,9 +73,8 @@ def seen_by(transformed, *args):
     seen = []
 
     def f(x):
-        seen.extend(
-            _dispatch.partitioned(a) for a in (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3)))
-        )
+        arrays = (x, x @ x, x.reshape(-1), (x[0], None, jnp.zeros(3)))
+        seen.extend(map(_dispatch.partitioned, arrays))
         return x.sum()
 
     transformed(f)(*args)
@@ -105,68 +93,42 @@ TRANSFORMATIONS = [
 
 
 @pytest.mark.parametrize("transformed", TRANSFORMATIONS)
-def test_arrays_of_one_device_are_not_partitioned(transformed):
-    """However many devices there are; tests run on two."""
-    assert len(jax.devices()) == 2
-    one = jax.device_put(jnp.ones((4, 4)), jax.devices()[1])
-    for x in (
-        jnp.ones((4, 4)),
-        one,
-        on_mesh(mesh_of(jax.devices()[1:])),
-        np.ones((4, 4), np.float32),
-    ):
+def test_arrays_of_a_mesh_are_partitioned(transformed):
+    """And those of one device are not, however many devices there are; tests run on two."""
+    first, second = jax.devices()
+    ones = jnp.ones((4, 4))
+    for x in (ones, jax.device_put(ones, second), on_mesh(mesh_of([second])), np.asarray(ones)):
         assert not seen_by(transformed, x)
-
-
-@pytest.mark.parametrize("transformed", TRANSFORMATIONS)
-@pytest.mark.parametrize("spec", [ROWS, WHOLE], ids=["split", "replicated"])
-def test_arrays_of_a_mesh_are_partitioned(transformed, spec):
-    assert seen_by(transformed, on_mesh(mesh_of(jax.devices()), spec))
+    for spec in (ROWS, WHOLE):
+        assert seen_by(transformed, on_mesh(mesh_of([first, second]), spec))
 
 
 def test_the_mesh_of_a_program_that_is_only_lowered():
     mesh = mesh_of(jax.devices())
-    shape = jax.ShapeDtypeStruct(
-        (4, 4), jnp.float32, sharding=jax.sharding.NamedSharding(mesh, ROWS)
-    )
+    sharding = jax.sharding.NamedSharding(mesh, ROWS)
+    shape = jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=sharding)
     assert seen_by(lambda f: jax.jit(f).lower, shape)
     assert seen_by(jax.jit, on_mesh(mesh_of(jax.devices(), jax.sharding.AxisType.Explicit), WHOLE))
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        assert _dispatch.partitioned()
-    with jax.sharding.use_abstract_mesh(mesh_of(jax.devices()[:1]).abstract_mesh):
-        assert not _dispatch.partitioned()
+    for devices in (jax.devices(), jax.devices()[:1]):
+        with jax.sharding.use_abstract_mesh(mesh_of(devices).abstract_mesh):
+            assert _dispatch.partitioned() == (len(devices) == 2)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_arrays_inside_shard_map_are_local(check_vma):
-    mesh, how = (
-        mesh_of(jax.devices()),
-        {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma},
-    )
-    outside = on_mesh(mesh)
-    seen = []
+    """Unless the map is over some axes: the others are the compiler's."""
+    outside, seen = on_mesh(mesh_of(jax.devices())), []
 
     def inside(x):
         seen.append(_dispatch.partitioned(x) or _dispatch.partitioned(x, outside))
         return x
 
-    jax.shard_map(inside, mesh=mesh, **how)(outside)
-    assert seen == [False]
-
-
-def test_a_shard_map_over_some_axes_leaves_the_others_to_the_compiler():
-    mesh = jax.make_mesh((1, 2), ("a", "b"), axis_types=(AUTO, AUTO))
-    seen = []
-
-    def inside(x):
-        seen.append(_dispatch.partitioned(x))
-        return x
-
-    spec = jax.sharding.PartitionSpec("a")
-    jax.jit(jax.shard_map(inside, mesh=mesh, in_specs=spec, out_specs=spec, axis_names={"a"}))(
-        jnp.ones(2)
-    )
-    assert seen == [True]
+    how = {"in_specs": ROWS, "out_specs": ROWS, "check_vma": check_vma}
+    jax.shard_map(inside, mesh=mesh_of(jax.devices()), **how)(outside)
+    if check_vma:
+        mesh = jax.make_mesh((1, 2), ("data", "b"), axis_types=(AUTO, AUTO))
+        jax.jit(jax.shard_map(inside, mesh=mesh, axis_names={"data"}, **how))(jnp.ones(2))
+    assert seen == [False, True][: len(seen)] and len(seen) == 1 + check_vma
 
 
 # ----------------------------------------------------------------------------------------- registry
@@ -218,33 +180,30 @@ def test_a_named_kernel_refuses_arrays_that_the_compiler_would_gather(operation)
 
 def test_named(operation):
     assert select("test", "triton", size=7) == "triton"
-    with pytest.raises(
-        ValueError,
-        match=r"test: implementation 'mosaic' needs luck; these can run here: "
-        r"\['triton', 'cudnn', 'xla', 'reference'\]",
-    ):
-        select("test", "mosaic")
-    with pytest.raises(
-        ValueError,
-        match=r"test: unknown implementation 'c'; choose one of \['auto', 'mosaic', 'triton', ",
-    ):
-        select("test", "c")
-    with pytest.raises(
-        ValueError, match=r"unknown operation 'tset'; choose one of \['ba_plus_caa'"
-    ):
-        select("tset")
-    with pytest.raises(
-        ValueError, match=r"test: expected the facts none and optionally size, got channels"
-    ):
-        select("test", channels=3)
-
-
-def test_missing_facts_are_named():
-    expected = "dtype, length, head_dim and optionally window, .*precision"
-    for facts, got in (({}, "none"), ({"length": 8, "width": 1}, "length, width")):
-        message = f"flash_attention: expected the facts {expected}, got {got}"
+    facts = "flash_attention: expected the facts dtype, length, head_dim and optionally window, .*"
+    for (name, *args), given, message in [
+        (
+            ("test", "mosaic"), {},
+            r"test: implementation 'mosaic' needs luck; these can run here: "
+            r"\['triton', 'cudnn', 'xla', 'reference'\]",
+        ),
+        (
+            ("test", "c"), {},
+            r"test: unknown implementation 'c'; choose one of \['auto', 'mosaic', 'triton', ",
+        ),
+        (("tset",), {}, r"unknown operation 'tset'; choose one of \['ba_plus_caa'"),
+        (
+            ("test",), {"channels": 3},
+            "test: expected the facts none and optionally size, got channels",
+        ),
+        (("flash_attention",), {}, f"{facts}precision, got none"),
+        (
+            ("flash_attention",), {"length": 8, "width": 1},
+            f"{facts}precision, got length, width",
+        ),
+    ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
-            select("flash_attention", **facts)
+            select(name, *args, **given)
 
 
 def test_an_empty_array_is_left_to_xla(operation):
@@ -256,12 +215,6 @@ def test_an_empty_array_is_left_to_xla(operation):
         select("test", "mosaic", arrays=nothing)
 
 
-def public_function(name):
-    """The function of an operation, without jaxtyping's wrappers, and its module."""
-    function = unchecked(getattr(pallas_kernels, name, None) or getattr(transpose, name))
-    return function, sys.modules[function.__module__]
-
-
 # `sum_rows`, whose back end nobody can name, a part of `mlp`, and the example `silu_mul`.
 NOT_PUBLIC = {"sum_rows", "fp8_linear_gelu", "fp8_linear_relu_squared", "silu_mul"}
 
@@ -270,12 +223,11 @@ NOT_PUBLIC = {"sum_rows", "fp8_linear_gelu", "fp8_linear_relu_squared", "silu_mu
 def test_the_back_ends_of_an_operation_are_those_of_its_type_and_docstring(name):
     back_ends = _dispatch.OPERATIONS[name].back_ends
     names = [back_end.name for back_end in back_ends]
-    function, module = public_function(name)
-    assert [*typing.get_args(module.Implementation)] == ["auto", *names]
+    function = unchecked(getattr(pallas_kernels, name, None) or getattr(transpose, name))
+    implementations = sys.modules[function.__module__].Implementation
+    assert [*typing.get_args(implementations)] == ["auto", *names]
     assert names[-2:] == ["xla", "reference"]
-    assert [b.name for b in back_ends if b.custom] == [
-        n for n in names if n in ("mosaic", "triton")
-    ]
+    assert {b.name for b in back_ends if b.custom} == {*names} & {"mosaic", "triton"}
     stated = inspect.getdoc(function).partition("implementation: ")[2]
     assert [n for n in ("auto", *names) if f'"{n}"' not in stated] == []
 
@@ -317,17 +269,3 @@ def test_auto_takes_a_kernel_on_a_gpu_and_none_where_arrays_may_be_split(name, m
         message = f"{name}: implementation 'triton' needs arrays of one device"
         with pytest.raises(ValueError, match=message):
             select(name, "triton", **CHOICES[name])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", CHOICES)
-def test_auto_takes_a_kernel_on_this_gpu(name):
-    if _dispatch.partitioned():
-        pytest.skip("several GPUs: outside a shard_map auto leaves kernels of ours out")
-    assert select(name, **CHOICES[name]) != "xla"
-    assert select("linear_gelu", dtype="float32", rows=65536, inputs=768, outputs=3072) == "triton"
-    for dtype in ("bfloat16", "float32"):
-        assert select("flash_attention", dtype=dtype, length=128, head_dim=64) != "xla"
-    shape = {"dtype": "bfloat16", "shape": (48, 768, 768)}
-    mosaic = "mosaic" if _dispatch.why_not_mosaic() is None else "xla"
-    assert {select(name, **shape) for name in ("xxt", "xtx", "ba_plus_caa")} == {mosaic}
