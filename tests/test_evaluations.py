@@ -8,7 +8,6 @@ from evaluation_tools import BYTES, hellaswag_items, write_core, write_jsonl
 from train_tools import rows, run
 
 from gptjax import load
-from gptjax.config import ConfigError
 from gptjax.evaluation import (
     EvaluationError,
     Scorer,
