@@ -80,13 +80,9 @@ class ByteTokenizer:
         return np.array([1] * 256 + [0], np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        ids = _checked(ids, self)
-        documents = np.split(ids, np.flatnonzero(ids == self.eot))
-        # Every piece except the first begins with the EOT at which the ids were split.
-        texts = [documents[0], *(piece[1:] for piece in documents[1:])]
-        return EOT_TEXT.join(
-            text.astype(np.uint8).tobytes().decode(errors="replace") for text in texts
-        )
+        eot = EOT_TEXT.encode()
+        content = b"".join(eot if i == self.eot else bytes([i]) for i in _checked(ids, self))
+        return content.decode(errors="replace")
 
 
 class GPT2Tokenizer:
