@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import traverse_util
 from jaxtyping import PyTree
@@ -195,7 +196,10 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 def arrays_of(tree: PyTree) -> dict[str, str]:
     """Return dtype and shape of each array or `jax.ShapeDtypeStruct`, by path."""
-    return {path: f"{x.dtype}{list(x.shape)}" for path, x in leaves_by_path(tree).items()}
+    return {
+        path: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
+        for path, x in leaves_by_path(tree).items()
+    }
 
 
 def differences(

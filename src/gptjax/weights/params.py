@@ -1,14 +1,15 @@
 """Conversion between models and arrays, for every architecture and file format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx, traverse_util
 
 from gptjax.models.base import Model, ModelConfig, abstract_params, graph, params_of
-from gptjax.weights.checkpoint_files import differences, dotted
+from gptjax.weights.checkpoint_files import arrays_of, differences, leaves_by_path
 from gptjax.weights.errors import WeightsError
 
 Key = tuple[str | int, ...]
@@ -47,36 +48,17 @@ def model_from_params(config: ModelConfig, params: Mapping) -> Model:
             an `nnx.State`.
 
     Raises:
-        WeightsError: keys, shapes or dtypes differ from the model's. A block's index may be a
+        WeightsError: names, shapes or dtypes differ from the model's. A block's index may be a
             string, as Orbax restores it if it is given no target.
     """
+    like = abstract_params(config)
     tree = nnx.to_pure_dict(params) if isinstance(params, nnx.State) else params
-    expected: dict[Key, Any] = traverse_util.flatten_dict(abstract_params(config))
-    found = dict(_flatten(tree))
-    tables = [{dotted(key): _described(x) for key, x in each.items()} for each in (found, expected)]
-    if text := differences(*tables, has="the argument", needs="the config"):
-        raise WeightsError(
-            f"model_from_params: expected the {len(expected)} parameters of this config: {text}"
-        )
+    if text := differences(arrays_of(tree), arrays_of(like), "the argument", "the config"):
+        raise WeightsError(f"model_from_params: {text}")
+    found = leaves_by_path(tree)
     # Copies of NumPy arrays: JAX may share their memory on a CPU.
-    leaves = {
-        key: jnp.array(found[key]) if isinstance(found[key], np.ndarray) else found[key]
-        for key in expected
-    }
-    return nnx.merge(graph(config), traverse_util.unflatten_dict(leaves))
-
-
-def _flatten(tree: Mapping, prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    for name, value in tree.items():
-        index = isinstance(name, str) and name.isdecimal() and str(int(name)) == name
-        key = (*prefix, int(name) if index else name)
-        # An empty dict is yielded as a leaf; no model has such a leaf.
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, key)
-        else:
-            yield key, value
-
-
-def _described(x: Any) -> str:
-    """Return dtype and shape of an array, or the type of another object."""
-    return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+    leaves = [
+        jnp.array(found[path]) if isinstance(found[path], np.ndarray) else found[path]
+        for path in leaves_by_path(like)
+    ]
+    return nnx.merge(graph(config), jax.tree.unflatten(jax.tree.structure(like), leaves))
