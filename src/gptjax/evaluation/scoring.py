@@ -109,8 +109,6 @@ class Scorer:
     ):
         if batch_tokens is None:
             batch_tokens = 65536 if _on_gpu(parallel) else 4096
-        if batch_tokens < 1:
-            raise EvaluationError(f"batch_tokens must be at least 1, got {batch_tokens}")
         self.config, self.params, self.parallel = config.for_evaluation(), params, parallel
         self.batch_tokens, self.max_length = batch_tokens, config.block_size
         self.lengths = (*(n for n in LENGTHS if n < config.block_size), config.block_size)

@@ -20,7 +20,7 @@ import numpy as np
 
 from gptjax import data
 from gptjax.data.shards import open_shard
-from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, read_file
+from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, parsing, read_file
 
 
 class Stream(NamedTuple):
@@ -67,20 +67,11 @@ def from_file(path: Path, tokenizer: Any) -> Stream:
     """Return the stream of a UTF-8 text file.
 
     Raises:
-        EvaluationError: the file is missing, not a regular file, empty, or not UTF-8.
+        EvaluationError: the file is missing, not a regular file, or not UTF-8.
     """
-    try:
-        # Not in text mode, which would translate line ends and so change the bytes.
-        text = read_file(
-            path, "expected a text file, or --dataset with a folder of shards"
-        ).decode()
-    except UnicodeDecodeError as error:
-        raise EvaluationError(
-            f"{path}: expected UTF-8 text, found byte 0x{error.object[error.start]:02x} at offset "
-            f"{error.start}"
-        ) from None
-    if not text:
-        raise EvaluationError(f"{path}: expected a text, found an empty file")
+    content = read_file(path, "expected a text file, or --dataset with a folder of shards")
+    with parsing(str(path)):
+        text = content.decode()  # not in text mode, which would change the ends of lines
     return Stream(np.asarray(tokenizer.encode(text)), tokenizer.eot, tokenizer.byte_lengths())
 
 
@@ -121,7 +112,7 @@ def score_text(
     tokens = np.concatenate([[stream.eot], stream.tokens[:max_tokens]]).astype(np.int32)
     sizes = stream.byte_lengths[tokens[1:]]
     if not (total := int(sizes.sum())):
-        raise EvaluationError("expected a text, found end-of-text tokens only")
+        raise EvaluationError("expected a text, found end-of-text tokens at most")
     starts = range(1, len(tokens), stride)
     losses = np.empty(len(sizes))
     found = scorer.losses(_window(tokens, start, stride, length) for start in starts)

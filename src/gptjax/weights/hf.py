@@ -28,7 +28,7 @@ from gptjax.weights.files import file_size, read_json, reading, reason, replacin
 from gptjax.weights.params import Key, check_model, host_arrays
 
 WEIGHTS = "model.safetensors"
-SHARDS = "model-*.safetensors"
+SHARDS = "model*.safetensors"
 CONFIG = "config.json"
 HEAD = "lm_head.weight"
 # Causal masks and frequencies that old versions of transformers stored with the weights.
@@ -113,8 +113,14 @@ def _read(opened: Any, name: str) -> np.ndarray:
 
 def _find_tensors(path: Path, prefix: str) -> dict[str, tuple[Any, str]]:
     """Return the open file and the full name of every tensor, by its name without the prefix."""
+    files = sorted(path.glob(SHARDS)) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(
+            f"expected {SHARDS}, found {few(file.name for file in path.iterdir())}. Save a pickled "
+            "model again with save_pretrained(path, safe_serialization=True)"
+        )
     tensors: dict[str, tuple[Any, str]] = {}
-    for file in _weight_files(path):
+    for file in files:
         with reading(file):
             file_size(file)  # an error for a FIFO
             opened = safe_open(file, framework="numpy")
@@ -124,19 +130,6 @@ def _find_tensors(path: Path, prefix: str) -> dict[str, tuple[Any, str]]:
                     raise ValueError(f"expected one tensor {short}, found two")
                 tensors[short] = opened, name
     return {name: stored for name, stored in tensors.items() if not name.endswith(BUFFERS)}
-
-
-def _weight_files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    if (path / WEIGHTS).exists():
-        return [path / WEIGHTS]
-    if shards := sorted(path.glob(SHARDS)):
-        return shards
-    raise ValueError(
-        f"expected {WEIGHTS} or {SHARDS}, found {few(file.name for file in path.iterdir())}. Save "
-        "a pickled model again with save_pretrained(path, safe_serialization=True)"
-    )
 
 
 def _check(stored: dict[str, tuple], architecture: Architecture, config: ModelConfig) -> None:
