@@ -193,7 +193,7 @@ def evaluate_tasks(
     shots: int | None = None,
     limit: int | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Return the metrics of each task: {"lambada_openai": {"acc,none": 0.32, …}, …}.
+    """Return the metrics of each task: {"harness/lambada_openai": {"acc,none": 0.32}, …}.
 
     Args:
         path: folder with more tasks, as YAML.
@@ -223,6 +223,8 @@ def evaluate_tasks(
     )
     assert found is not None  # None except in process 0
     return {
-        name: {key: value for key, value in values.items() if isinstance(value, float | int)}
+        f"harness/{name}": {
+            key: value for key, value in values.items() if isinstance(value, float | int)
+        }
         for name, values in found["results"].items()
     }
