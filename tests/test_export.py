@@ -123,15 +123,8 @@ def test_gguf_has_llama_cpps_names_and_the_logits_of_the_model(run, tmp_path, ca
 
     # llama.cpp's own table of names, and its transposes of Hugging Face's Conv1D.
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, 2)
-    config = transformers.GPT2Config(
-        vocab_size=257,
-        n_positions=12,
-        n_layer=2,
-        n_head=2,
-        n_embd=8,
-        bos_token_id=0,
-        eos_token_id=0,
-    )
+    sizes = {"vocab_size": 257, "n_positions": 12, "n_layer": 2, "n_head": 2, "n_embd": 8}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     model = transformers.GPT2LMHeadModel(config).eval()
     state = {}
     for name, tensor in model.state_dict().items():

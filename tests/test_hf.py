@@ -30,15 +30,8 @@ SHAPES = [(61, 9, 2, 3, 12), (131, 33, 1, 1, 5), (128, 16, 3, 2, 32)]
 
 def theirs(vocab, positions, layers, heads, width):
     torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=vocab,
-        n_positions=positions,
-        n_layer=layers,
-        n_head=heads,
-        n_embd=width,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
+    sizes = {"vocab_size": vocab, "n_positions": positions, "n_layer": layers, "n_head": heads}
+    config = transformers.GPT2Config(**sizes, n_embd=width, bos_token_id=None, eos_token_id=None)
     model = transformers.GPT2LMHeadModel(config).eval()
     # With the usual initialization, attention is uniform and every bias is 0: a model that confuses
     # tensors would pass.
