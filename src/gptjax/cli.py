@@ -16,7 +16,7 @@ import tyro
 
 from gptjax import stages
 from gptjax.config import Config, ConfigError
-from gptjax.optim import ALGORITHMS, OptimizerConfig, switch_algorithm
+from gptjax.optim import ALGORITHMS, switch_algorithm
 from gptjax.precision import NAMES as PRECISIONS
 from gptjax.precision import Precision
 from gptjax.terminal import command_line, docstrings, printable
@@ -44,8 +44,8 @@ def from_command_line(argv: list[str] | None = None) -> Config:
     `--optimizer NAME` selects another optimizer. Options of both optimizers keep the file's values.
 
     Raises:
-        ConfigError: `--config` is missing or repeated, the file is not a config, an option belongs
-            to another optimizer, or a value is out of range.
+        ConfigError: `--config` is missing or repeated, the file is not a config, or a value is out
+            of range.
         SystemExit: an unknown or ill-typed option (code 2, with the choices), or `--help` (code 0).
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -63,11 +63,11 @@ def from_command_line(argv: list[str] | None = None) -> Config:
         )
     config = load(given.config[0]) if given.config else Config()
     if given.optimizer:
-        name, known = given.optimizer[0], _algorithms(config.optimizer)
+        # A config file may define an algorithm of its own.
+        name, known = given.optimizer[0], {**ALGORITHMS, config.optimizer.name: None}
         if name not in known:
             raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}")
         config = dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, name))
-    _check_optimizer_options(config.optimizer, rest)
     values = command_line(
         _CommandLine,
         _rule(config, given.config[0] if given.config else tyro.MISSING),
@@ -211,21 +211,3 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
     if "unexpected keyword argument" in said:
         said += "; `python train.py --help` lists the options"
     return printable(f"{where}: {said}")
-
-
-def _check_optimizer_options(optimizer: OptimizerConfig, arguments: list[str]) -> None:
-    """Raise ConfigError for an option that only other algorithms have."""
-    for flag in (argument.partition("=")[0] for argument in arguments):
-        option = flag.removeprefix("--optimizer.").replace("-", "_")
-        kinds = _algorithms(optimizer).items()
-        having = [n for n, kind in kinds if option in kind.__dataclass_fields__]
-        if flag.startswith("--optimizer.") and having and optimizer.name not in having:
-            raise ConfigError(
-                f"{flag} is an option of {' and '.join(having)}, but the optimizer is "
-                f"{optimizer.name}; set --optimizer {having[0]} too, or leave out {flag}"
-            )
-
-
-def _algorithms(optimizer: OptimizerConfig) -> dict[str, type[OptimizerConfig]]:
-    """Return the known algorithms, and the algorithm that a config file defines itself."""
-    return ALGORITHMS | {optimizer.name: type(optimizer)}
