@@ -37,7 +37,7 @@ from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.lock import locked
-from gptjax.training.progress import Progress, draw_losses
+from gptjax.training.progress import Progress
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
 from gptjax.training.signals import StopRequest
 from gptjax.training.status_line import PipeConsole, StartUpTime, fitted
@@ -197,8 +197,6 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     checkpoint_files.verify(checkpoints.folder / str(step))
     say("checkpoint", f"{checkpoints.folder}/{step}")
     say("log", log.path)
-    if step and first:
-        say(*draw_losses(config.run_dir))
     if (peak := memory.peak_bytes(device)) is not None:
         say("memory", f"peak {peak / memory.GIB:.2f} GiB")
     if stop.number and step < config.max_steps:

@@ -36,7 +36,6 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     rate = train[15]["tokens_per_second"] * per_token / 0.5e12
     assert rate > 0 and train[15]["mfu"] == pytest.approx(rate)
     assert steps_kept(config) == [18, 20]
-    assert (config.run_dir / "loss.png").stat().st_size > 10_000
     assert list(config.run_dir.glob("events.out.tfevents.*"))
     start = json.loads((config.run_dir / "log.jsonl").read_text().splitlines()[0])
     assert start["event"] == "start"

@@ -2,7 +2,6 @@
 
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -207,14 +206,3 @@ def _numbers(metrics: dict[str, np.ndarray]) -> dict[str, float]:
         for name, x in metrics.items()
         for index in np.ndindex(x.shape)
     }
-
-
-def draw_losses(run_dir: Path) -> tuple[str, object]:
-    """Plot the losses of a run; return name and text of a line for the user."""
-    # Import Matplotlib after the first step: the import takes a third of a second.
-    from gptjax.plot import plot_runs
-
-    try:
-        return "picture", plot_runs([run_dir], run_dir / "loss.png")
-    except (OSError, ValueError) as error:
-        return "WARNING", f"no picture: {error}"
