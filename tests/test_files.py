@@ -75,4 +75,4 @@ def test_a_device_is_refused_before_the_work(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n')
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(OSError, match="a.png: expected a regular file, found a FIFO"):
-        plot.main((tmp_path,), tmp_path / "a.png")
+        plot.plot_runs([tmp_path], tmp_path / "a.png")

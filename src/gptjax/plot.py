@@ -11,7 +11,7 @@ import functools
 import itertools
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -86,8 +86,12 @@ class _Run(NamedTuple):
 
 
 def plot_runs(
-    paths: list[Path] | list[str],
-    out: Path | str,
+    paths: Annotated[
+        Sequence[Path | str],
+        tyro.conf.Positional,
+        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint=""),
+    ],
+    out: Annotated[Path | str, tyro.conf.arg(metavar="PATH")] = "loss.png",
     x: X = "tokens",
     group: bool = False,
     metric: str = "loss",
@@ -96,12 +100,10 @@ def plot_runs(
 
     Args:
         paths: run folders or log.jsonl files.
-        out: the image file; the suffix selects the format (png, pdf, svg, …).
-        x: quantity of the horizontal axis. The time is the time of training steps, without
-            compilation, validation and checkpoints.
-        group: average runs whose names differ only in a last part such as "-seed3". Draw the mean,
-            with a band of one standard deviation to each side.
-        metric: name of a number in the lines of the log, such as grad_norm.
+        out: the image file; the suffix selects the format (png, pdf, svg).
+        x: quantity of the horizontal axis; time: minutes of training steps.
+        group: draw mean and deviation of runs whose names differ in a last part such as -seed3.
+        metric: name of a number in the lines of log.jsonl, such as grad_norm.
 
     Returns:
         `out` as a Path.
@@ -248,29 +250,6 @@ def _scale(axes, values: np.ndarray) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
 
 
-def main(
-    runs: Annotated[
-        tuple[Path, ...],
-        tyro.conf.Positional,
-        tyro.conf.arg(metavar="RUN [RUN ...]", help_behavior_hint=""),
-    ],
-    out: Path = Path("loss.png"),
-    x: X = "tokens",
-    group: bool = False,
-    metric: str = "loss",
-) -> None:
-    """Plot training and validation loss, or another metric, of one or several runs.
-
-    Args:
-        runs: run folders or log.jsonl files.
-        out: the image file; the suffix selects the format (png, pdf, svg).
-        x: quantity of the horizontal axis; time: minutes of training steps.
-        group: draw mean and deviation of runs whose names differ in a last part such as -seed3.
-        metric: name of a number in the lines of log.jsonl, such as grad_norm.
-    """
-    print(plot_runs(list(runs), out, x, group, metric))
-
-
 if __name__ == "__main__":
-    command = functools.partial(command_line, main, prog="python -m gptjax.plot")
-    sys.exit(exit_code(command, (OSError, ValueError)))
+    plot = functools.partial(command_line, plot_runs, prog="python -m gptjax.plot")
+    sys.exit(exit_code(lambda: print(plot()), (OSError, ValueError)))
