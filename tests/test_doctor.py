@@ -61,14 +61,14 @@ def h200(monkeypatch):
 
 def bad():
     """Statuses, texts and remedies of the checks that are not ok."""
-    results = list(doctor.run(doctor.Options()))
+    results = list(doctor.run())
     assert all(bool(r.remedy) == (r.status != "ok") for r in results)
     return {r.name: (r.status, r.found, r.remedy) for r in results if r.status != "ok"}
 
 
 def test_a_healthy_machine_passes(h200, capsys):
     assert bad() == {}
-    assert doctor.main([]) == 0
+    assert doctor.main() == 0
     out = capsys.readouterr().out
     assert "jax-cuda13-plugin  0.12.0\n" in out and "ok       GPUs: 0: NVIDIA H200\n" in out
     assert "ok       driver: the driver supports CUDA 13.0\n" in out
@@ -90,7 +90,7 @@ def test_a_wrong_version(h200, capsys, package, version, status, says, remedy):
     ((name, (found, text, advice)),) = bad().items()
     assert (name, found) == ("packages", status) and says in text
     assert advice.startswith("pip install '") and remedy in advice
-    assert doctor.main([]) == (status == "failed")
+    assert doctor.main() == (status == "failed")
     assert ("failed: packages" in capsys.readouterr().out) == (status == "failed")
 
 
@@ -127,7 +127,7 @@ def test_a_machine_without_a_gpu(h200, capsys):
         ("driver", "warning"), ("GPUs", "warning")
     }  # fmt: skip
     assert "train.py --device cpu" in found["GPUs"][2]
-    assert doctor.main([]) == 0
+    assert doctor.main() == 0
     assert "no NVIDIA GPU: training runs on the CPU" in capsys.readouterr().out
 
 
@@ -206,7 +206,7 @@ def test_the_doctor_starts_without_jax():
     """With a wrong jaxlib the import of JAX fails."""
     code = (
         "import sys; sys.modules['jax'] = None; import gptjax.doctor.__main__ as d; "
-        "print([(r.name, r.status) for r in d.run(d.Options())][-1], 'jaxlib' in sys.modules)"
+        "print([(r.name, r.status) for r in d.run()][-1], 'jaxlib' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "('GPUs', 'failed') False\n", done.stderr
