@@ -3,9 +3,6 @@
 import os
 import signal
 import sys
-from typing import Annotated
-
-import tyro
 
 # Both JAX and PyTorch may run here: neither may preallocate the whole GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
@@ -21,17 +18,11 @@ from gptjax.bench.step import Step
 from gptjax.config import ConfigError
 from gptjax.terminal import command_line, exit_code, interrupt
 
-_COMMANDS = (
-    Annotated[Step, tyro.conf.subcommand("step")]
-    | Annotated[Ladder, tyro.conf.subcommand("ladder")]
-    | Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Profile, tyro.conf.subcommand("profile")]
-    | Annotated[Kernels, tyro.conf.subcommand("kernels")]
-)
-
 
 def main(
-    args: list[str] | None = None, commands=_COMMANDS, prog: str = "python -m gptjax.bench"
+    args: list[str] | None = None,
+    commands=Step | Ladder | Compare | Profile | Kernels,
+    prog: str = "python -m gptjax.bench",
 ) -> int:
     """Run the command line and return the exit code.
 
