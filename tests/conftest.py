@@ -97,17 +97,13 @@ QUICK = {
 }
 
 
-def _has_gpu() -> bool:
-    return jax.default_backend() == "gpu"
-
-
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items):
     for item in items:
         test = f"{item.path.stem}::{item.name}"
         if {item.path.stem, test, test.split("[")[0]} & QUICK:
             item.add_marker("quick")
-    if not _has_gpu():
+    if jax.default_backend() != "gpu":
         skip = pytest.mark.skip(reason="needs an NVIDIA GPU and jax[cuda13]; JAX sees none here")
         for item in items:
             if "gpu" in item.keywords:

@@ -484,18 +484,14 @@ def test_rows_of_llmc(llmc, card, tmp_path, monkeypatch, capsys):
     ours, theirs = json.loads(out.read_text())["rows"]
     assert (ours["system"], theirs["system"]) == ("gptjax", "llm.c")
     # 2 turns of 5 rounds, of which the last one of each turn is slower.
-    assert theirs["ms"] == pytest.approx(2) and theirs["ms_highest"] == pytest.approx(3)
-    assert theirs["tokens/s"] == pytest.approx(2 * 8 / theirs["ms"] * 1e3)
-    assert theirs["peak_gib"] == pytest.approx(1474 / 1024)
+    expected = {"ms": 2, "ms_highest": 3, "tokens/s": 2 * 8 / 2e-3, "peak_gib": 1474 / 1024}
+    assert {key: theirs[key] for key in expected} == pytest.approx(expected)
     assert ours["of_llmc"] == pytest.approx(2)
     assert [run["-x"] for run in llmc.runs()] == ["10", "11", "11"]
     printed = capsys.readouterr()
     assert "of llm.c" in printed.out and "of torch" not in printed.out
     order = [line.split(":")[0] for line in printed.err.splitlines() if "turn" in line]
     assert order == ["llm.c", "gptjax"] * 2
-    llmc.write(failure=ENDS)
-    assert run(step, *options, "--llmc", program) == 1
-    assert "llm.c ended with exit code 1" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------- generation
