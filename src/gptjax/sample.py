@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -235,22 +236,20 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     from gptjax.weights import WeightsError
 
-    for stream, errors in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
+    for stream, how in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors=errors)
+            stream.reconfigure(errors=how)
 
-    def command() -> None:
-        options = command_line(
-            Sample,
-            prog="python -m gptjax.sample",
-            description="Continue prompts with a model. One sample is printed after its prompt, as "
-            "it is generated; several are printed when their batch is complete.",
-            args=args,
-        )
-        run(options)
-
+    options = functools.partial(
+        command_line,
+        Sample,
+        prog="python -m gptjax.sample",
+        description="Continue prompts with a model. One sample is printed after its prompt, as it "
+        "is generated; several are printed when their batch is complete.",
+        args=args,
+    )
     errors = (DataError, WeightsError, ConfigError, DeviceError, OSError)
-    return exit_code(command, errors, lambda: "\ninterrupted")
+    return exit_code(lambda: run(options()), errors, lambda: "\ninterrupted")
 
 
 if __name__ == "__main__":
