@@ -116,10 +116,10 @@ def plain_and_exact(args, directions, *, multiply=None, segment_ids=None, **mask
 @functools.lru_cache(maxsize=32)
 def _expected(shape, dtype, seed, multiply, lse, ids, mask):
     args, (dout, dlse) = inputs(shape, dtype, seed)
-    how = dict(mask)
     if ids is not None:
-        how["segment_ids"] = np.frombuffer(ids, np.int32).reshape(shape[:2])
-    return plain_and_exact(args, (dout, dlse * jnp.float32(lse)), multiply=multiply, **how)
+        mask += (("segment_ids", np.frombuffer(ids, np.int32).reshape(shape[:2])),)
+    directions = dout, dlse * jnp.float32(lse)
+    return plain_and_exact(args, directions, multiply=multiply, **dict(mask))
 
 
 def expected(shape, dtype, *, seed=0, multiply=None, lse=True, segment_ids=None, **mask):
@@ -147,10 +147,6 @@ def call(back_end, *, packed=False, **how):
     return f
 
 
-def mask_of(how):
-    return {k: how[k] for k in ("causal", "scale", "window", "segment_ids") if k in how}
-
-
 def check(back_end, shape, dtype, *, multiply=None, seed=0, norms=(rms, max_abs), lse=True, **how):
     """Output, L and the gradients of a public function by the 2× rule. Return them.
 
@@ -165,8 +161,8 @@ def check(back_end, shape, dtype, *, multiply=None, seed=0, norms=(rms, max_abs)
     with_lse = f if lse else lambda *qkv: (f(*qkv), directions[1])
     found = jax.jit(functools.partial(results, with_lse))(args, directions)
     assert [x.dtype for x in found] == [dtype, jnp.float32, dtype, dtype, dtype]
-    how = mask_of(how) | {"seed": seed, "multiply": multiply, "lse": lse}
-    plain, exact = expected(shape, dtype, **how)
+    mask = {k: how[k] for k in ("causal", "scale", "window", "segment_ids") if k in how}
+    plain, exact = expected(shape, dtype, seed=seed, multiply=multiply, lse=lse, **mask)
     if not lse:
         plain, exact = ([x[0], directions[1], *x[2:]] for x in (plain, exact))
     compare(found, plain, exact, norms=norms)

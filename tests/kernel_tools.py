@@ -136,17 +136,7 @@ def _poison(shape: jax.ShapeDtypeStruct):
     return _to_torch(np.full(shape.shape, value, shape.dtype))
 
 
-def interpret_call(
-    kernel,
-    *args,
-    out,
-    grid,
-    num_warps=4,
-    num_stages=3,
-    in_place=(),
-    max_registers=None,
-    **constexprs,
-):
+def interpret_call(kernel, *args, out, grid, in_place=(), max_registers=None, **options):
     """`pallas_kernels._triton.call`, run by Triton's interpreter."""
     function = getattr(interpreted(kernel.fn.__module__), kernel.__name__)
     arrays = [i for i, arg in enumerate(args) if isinstance(arg, jax.Array | np.ndarray)]
@@ -158,9 +148,7 @@ def interpret_call(
             tensors[i] = _to_torch(np.asarray(value))
         made = [_poison(shape) for shape in out]
         with _interpreter():
-            function[grid](
-                *tensors, *made, num_warps=num_warps, num_stages=num_stages, **constexprs
-            )
+            function[grid](*tensors, *made, **options)
         results = [tensors[i] for i in in_place] + made
         return tuple(_to_numpy(t, shape.dtype) for t, shape in zip(results, shapes, strict=True))
 
@@ -205,13 +193,9 @@ def mosaic_on_cpu(monkeypatch):
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
     _complete_mosaics_interpreter(monkeypatch)
     _RACES.clear()
-    # Since 0.12 it raises at a race if it is not told otherwise, in a thread for which others then
-    # wait.
-    told = (
-        {"on_race": "warn"}
-        if "on_race" in inspect.signature(plgpu.InterpretGPUParams).parameters
-        else {}
-    )
+    # Since 0.12 it raises at a race by default, in a thread for which others then wait.
+    parameters = inspect.signature(plgpu.InterpretGPUParams).parameters
+    told = {"on_race": "warn"} if "on_race" in parameters else {}
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True, **told)):
         yield
     assert not any(state.races_found for state in _RACES), (
@@ -343,18 +327,8 @@ def triton_kernels(f: Callable, *args: Any, capability: int = 90) -> list[Compil
 
     found = []
 
-    def record(
-        kernel,
-        *args,
-        out,
-        grid,
-        num_warps=4,
-        num_stages=3,
-        in_place=(),
-        max_registers=None,
-        **constexprs,
-    ):
-        options = {"num_warps": num_warps, "num_stages": num_stages}
+    def record(kernel, *args, out, grid, in_place=(), max_registers=None, **constexprs):
+        options = {k: constexprs.pop(k, n) for k, n in (("num_warps", 4), ("num_stages", 3))}
         options |= _triton.options(max_registers)
         found.append(_compile(kernel, [*args, *out], options, constexprs, capability))
         return tuple(jnp.zeros(a.shape, a.dtype) for a in [*(args[i] for i in in_place), *out])
@@ -448,11 +422,8 @@ def h200() -> Iterator[None]:
         arrays = [arg for arg in args if hasattr(arg, "dtype")]
         return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
 
-    mesh = AbstractMesh(
-        (),
-        (),
-        abstract_device=AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda"),
-    )
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
+    mesh = AbstractMesh((), (), abstract_device=device)
     with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
         patch.setattr(_dispatch, "platform", lambda: "gpu")
         patch.setattr(_dispatch, "capability", lambda: (9, 0))

@@ -73,7 +73,6 @@ def check(
     args: tuple,
     *,
     argnums: tuple[int, ...] | None = None,
-    names: tuple[str, ...] = (),
     directions: Any = None,
     norms: tuple[Callable, ...] = (rms, max_abs),
     seed: int = 0,
@@ -91,7 +90,6 @@ def check(
         args: arrays.
         argnums: of the arguments whose gradients are compared; those of floating-point numbers if
             None.
-        names: of the results and gradients, for the error.
         directions: as the outputs; random ones if None.
         eager: whether `same_dtype` runs operation by operation: XLA does not round a bf16 matmul
             that is converted to fp32.
@@ -104,8 +102,7 @@ def check(
     plain = with_gradients(same_dtype, argnums)
     theirs = plain(args, directions) if eager else run_reference(plain, args, directions)
     true = in_fp64(with_gradients(unchecked(reference), argnums), args, directions)
-    places = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(found)]
-    labels = names if len(names) == len(places) else places
+    labels = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(found)]
     leaves = (jax.tree.leaves(tree) for tree in (found, theirs, true))
     for label, ours, other, exact in zip(labels, *leaves, strict=True):
         assert ours.dtype == other.dtype, f"{label}: {ours.dtype}, expected {other.dtype}"

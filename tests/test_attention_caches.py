@@ -88,19 +88,15 @@ def test_bf16_is_within_twice_the_error_of_plain_attention(options):
 
 def test_gradients_are_those_of_the_cache(options):
     """The cache computes in plain JAX, which JAX differentiates, sinks included."""
-    options = options | {"precision": "highest"}
-    args, sinks = qkv(), options.pop("sinks_H", None)
+    args = qkv()
+    sinks = {k: x for k, x in options.items() if k == "sinks_H"}
+    options = {k: x for k, x in options.items() if k not in sinks} | {"precision": "highest"}
 
     def gradients(f):
-        def loss(args, sinks_H):
-            how = options if sinks_H is None else options | {"sinks_H": sinks_H}
-            return jnp.sin(f(*args, **how)).sum()
+        loss = lambda args, sinks: jnp.sin(f(*args, **options, **sinks)).sum()
+        return jax.tree.leaves(jax.jit(jax.grad(loss, (0, 1)))(args, sinks))
 
-        return jax.jit(jax.grad(loss, (0, 1) if sinks is not None else 0))(args, sinks)
-
-    for got, want in zip(
-        jax.tree.leaves(gradients(attention)), jax.tree.leaves(gradients(in_cache)), strict=True
-    ):
+    for got, want in zip(gradients(attention), gradients(in_cache), strict=True):
         assert np.abs(want).max() > 1e-2
         np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
 

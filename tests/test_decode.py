@@ -67,11 +67,10 @@ def check(args, residual_dtype, steps=1):
     results = {}
     for name in ("triton", "xla", "reference"):
         residual = jnp.float32 if name == "reference" else residual_dtype
+        step = functools.partial(decode_step, residual_dtype=residual, implementation=name)
         weights, cache, token_B, length_B = args
         for _ in range(steps):
-            logits_BV, cache = decode_step(
-                weights, cache, token_B, length_B, residual_dtype=residual, implementation=name
-            )
+            logits_BV, cache = step(weights, cache, token_B, length_B)
             token_B, length_B = (token_B + 1) % logits_BV.shape[1], length_B + 1
         results[name] = (logits_BV, cache.k_LBSHD, cache.v_LBSHD)
     for name, *values in zip(("logits", "k", "v"), *results.values(), strict=True):
@@ -216,9 +215,8 @@ def test_no_derivative(implementation, one_program):
 
 
 def compiled_for_an_h200(batch, blocks):
-    args = jax.eval_shape(
-        lambda: inputs(jnp.bfloat16, (0,) * batch, **SHAPE_124M | {"blocks": blocks})
-    )
+    sizes = SHAPE_124M | {"blocks": blocks}
+    args = jax.eval_shape(lambda: inputs(jnp.bfloat16, (0,) * batch, **sizes))
     f = functools.partial(decode_step, residual_dtype=jnp.bfloat16, implementation="triton")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decode, "programs", lambda: 132)

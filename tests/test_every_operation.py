@@ -75,6 +75,7 @@ EXAMPLES = {name: entry.examples for name, entry in OPERATIONS.items()}
 
 def test_every_operation_has_an_example():
     assert {name for name, examples in EXAMPLES.items() if not examples} == {*WITHOUT_EXAMPLE}
+    assert {*OPERATIONS} & {*pk.__all__} <= {*SMALL, *WITHOUT_EXAMPLE, *NO_GRADIENT}
 
 
 # -------------------------------------------------------------------------------------- small calls
@@ -221,20 +222,6 @@ def small(name, rows, dtype, width=16) -> Example:
     if name == "ba_plus_caa":  # a coefficient of another dtype
         shapes[1] = jax.ShapeDtypeStruct((), jnp.float32)
     return Example(call, reference, tuple(shapes))
-
-
-OTHERS = {
-    **dict.fromkeys(("decode_step", "DecoderCache", "DecoderWeights"), "tests/test_decode.py"),
-    **dict.fromkeys(("sample_token", "Filters"), "tests/test_sampling.py"),
-    **dict.fromkeys(("quantize", "scaled_matmul"), "tests/test_fp8.py"),
-    "flash_attention_qkv": "tests/test_attention.py: flash_attention of packed arrays",
-    "SigmoidCap": "tests/test_classifier.py",
-    "select": "tests/test_dispatch.py",
-}
-
-
-def test_every_public_name_has_a_small_call_or_a_file():
-    assert {*SMALL, *OTHERS} == {*pk.__all__}
 
 
 SMALL_MAKERS = {name: functools.partial(small, name) for name in SMALL}

@@ -406,15 +406,12 @@ def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, 
     from pallas_kernels.feed_forward import mosaic
 
     saved, forward = [], mosaic.forward
-    monkeypatch.setattr(
-        mosaic, "forward", lambda *a, save: saved.append(save) or forward(*a, save=save)
-    )
-    args = mlp_inputs(64, 64, 64, 64, jnp.bfloat16)
-    f = functools.partial(mlp, implementation="mosaic")
-    jax.eval_shape(f, *args)
-    assert saved == [False]
-    jax.eval_shape(jax.grad(functools.partial(loss, f=f)), *args)
-    assert saved[-1] is True
+    watched = lambda *a, save: saved.append(save) or forward(*a, save=save)
+    monkeypatch.setattr(mosaic, "forward", watched)
+    f = functools.partial(loss, f=mlp, implementation="mosaic")
+    for run in (f, jax.grad(f)):
+        jax.eval_shape(run, *mlp_inputs(64, 64, 64, 64, BF16))
+    assert saved[0] is False and saved[-1] is True
 
 
 @pytest.mark.parametrize(

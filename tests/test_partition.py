@@ -30,9 +30,7 @@ GROUPS = [
 def params():
     rng = np.random.default_rng(0)
     shapes = {"up": (4, 6), "down": (6, 8), "bias_1": (6,), "bias_2": (8,)}
-    return {
-        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) for name, shape in shapes.items()
-    }
+    return {k: jnp.asarray(rng.standard_normal(s), jnp.float32) for k, s in shapes.items()}
 
 
 def run(tx, steps=3):
@@ -72,15 +70,8 @@ def test_each_group_has_the_optimizer_and_the_options_of_its_rule():
 
 
 def test_the_clip_is_that_of_all_gradients_together():
-    tx = normuon_and_adamw(
-        GROUPS,
-        matrix_learning_rate=0.0,
-        learning_rate=1.0,
-        weight_decay=0.0,
-        eps=1.0,
-        clip_norm=0.5,
-    )
-    p = params()
+    how = {"matrix_learning_rate": 0.0, "learning_rate": 1.0, "weight_decay": 0.0}
+    tx, p = normuon_and_adamw(GROUPS, eps=1.0, clip_norm=0.5, **how), params()
     grads = jax.tree.map(lambda x: 1e3 * x, p)
     updates, _ = jax.jit(tx.update)(grads, tx.init(p), p)
     g = np.asarray(grads["bias_1"], np.float64) * 0.5 / float(optax.tree.norm(grads))
@@ -92,24 +83,20 @@ def test_adamw_at_every_second_update_takes_the_sum_of_two_gradients():
     lr = lambda count: 1e-3 * (1.0 + count)
     how = {"matrix_learning_rate": 0.02, "weight_decay": 0.1, "clip_norm": None}
     tx, p = normuon_and_adamw(GROUPS, learning_rate=lr, every=2, **how), params()
-    state, grads, history = (
-        tx.init(p),
-        [jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p) for k in range(4)],
-        [p],
-    )
-    update = jax.jit(tx.update)
+    grads = [jax.tree.map(lambda x, k=k: jnp.sin(x * (k + 1)), p) for k in range(4)]
+    state, update, history = tx.init(p), jax.jit(tx.update), [p]
     for g in grads:
         updates, state = update(g, state, history[-1])
         history.append(optax.apply_updates(history[-1], updates))
     alone = adamw(lambda count: 3 * lr(2 * count + 1), weight_decay=0.0, clip_norm=None)
-    bias = {"bias_1": p["bias_1"]}
+    bias = p["bias_1"]
     its_state = alone.init(bias)
     for k in (0, 2):
         np.testing.assert_array_equal(history[k + 1]["bias_1"], history[k]["bias_1"])
-        summed = {"bias_1": grads[k]["bias_1"] + grads[k + 1]["bias_1"]}
+        summed = grads[k]["bias_1"] + grads[k + 1]["bias_1"]
         updates, its_state = alone.update(summed, its_state, bias)
         bias = optax.apply_updates(bias, updates)
-        np.testing.assert_allclose(history[k + 2]["bias_1"], bias["bias_1"], rtol=1e-5)
+        np.testing.assert_allclose(history[k + 2]["bias_1"], bias, rtol=1e-5)
     assert all(not np.array_equal(a["up"], b["up"]) for a, b in itertools.pairwise(history))
 
 
@@ -121,16 +108,14 @@ def test_a_schedule_reaches_both():
 
 
 def test_parameters_without_a_rule_or_with_two_are_errors():
-    with pytest.raises(
-        GroupError, match="one rule, found:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"
-    ):
+    message = "one rule, found:\n  c: no rule\n  bias_1: the rules 'bias.*' and '.*_1'"
+    with pytest.raises(GroupError, match=message):
         assign([Group("bias.*"), Group(".*_1"), Group("a")], ["a", "c", "bias_1"])
     with pytest.raises(GroupError, match="the rule 'wpe' matches nothing"):
         assign([Group(".*"), Group("wpe")], ["wte"])
+    tx = normuon_and_adamw(GROUPS, matrix_learning_rate=0.1, learning_rate=0.1)
     with pytest.raises(GroupError, match="up_2: no rule"):
-        normuon_and_adamw(GROUPS, matrix_learning_rate=0.1, learning_rate=0.1).init(
-            params() | {"up_2": jnp.zeros((2, 2))}
-        )
+        tx.init(params() | {"up_2": jnp.zeros((2, 2))})
 
 
 def table(params, groups):

@@ -50,7 +50,7 @@ def with_gradients(f, gate, up, dy):
 
 def compare(implementation, shape, dtype):
     f = functools.partial(silu_mul, implementation=implementation)
-    check(f, plain, reference, arrays(shape, dtype), argnums=(0, 1), names=("gate", "up"))
+    check(f, plain, reference, arrays(shape, dtype))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
