@@ -6,17 +6,16 @@ fastest back end that supports the device, dtype and shape; a named back end run
 `select` returns the name of the back end that an operation uses.
 """
 
-import pallas_kernels.fp8.layers  # noqa: F401  registers its operation
 from pallas_kernels._dispatch import select
 from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
 from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
 from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
-from pallas_kernels.fp8 import quantize, scaled_matmul
 from pallas_kernels.gated_mlp import swiglu
+from pallas_kernels.gemm import quantize, scaled_matmul
+from pallas_kernels.linear import linear
 from pallas_kernels.lm_head import linear_cross_entropy
-from pallas_kernels.matmul import linear
 from pallas_kernels.norm import layer_norm, rms_norm
 from pallas_kernels.rotary import rotary_qkv
 from pallas_kernels.row_softmax import softmax

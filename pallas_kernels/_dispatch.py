@@ -170,7 +170,8 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         order = tuple(back_ends) if entry.order is None else entry.order(call, split)
         name = next((name for name in order if why_not[name] is None), None)
         if name is None:
-            raise ValueError(f"{operation}: no back end can run here: {why_not[order[-1]]}")
+            last = "xla" if "xla" in order else order[-1]
+            raise ValueError(f"{operation}: no back end can run here: {why_not[last]}")
     elif why_not[implementation] is None:
         name = implementation
     else:

@@ -76,7 +76,7 @@ def projected_gradients(batch, time, heads):
 
     def loss(x, w, b):
         out = projected_attention(
-            x.astype(jnp.bfloat16), w, b, heads=heads, fp8=True, implementation="mosaic"
+            x.astype(jnp.bfloat16), w, b, heads=heads, numerics="fp8", implementation="mosaic"
         )
         return (out.astype(jnp.float32) * direction).sum()
 

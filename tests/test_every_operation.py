@@ -31,7 +31,6 @@ from pallas_kernels import (
     feed_forward,
     gated_mlp,
     lm_head,
-    matmul,
     norm,
     rotary,
     row_softmax,
@@ -39,6 +38,7 @@ from pallas_kernels import (
     transpose,
 )
 from pallas_kernels._dispatch import OPERATIONS, Example
+from pallas_kernels.linear import reference as linear_reference
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 PLAIN = ("xla", "fused", "reference")
@@ -50,8 +50,6 @@ KERNEL_LIMITS = {"float32": 1e-2, "bfloat16": 1e-2, "float16": 2e-3}
 WITHOUT_EXAMPLE = {
     "linear": "no kernel: a small call",
     "quantize": "the result is FP8 with an own rounding: tests/test_fp8.py compares its bits",
-    "fp8_linear_gelu": "not public: a part of mlp, tests/test_fp8_layers.py",
-    "fp8_linear_relu_squared": "not public: a part of mlp, tests/test_fp8_layers.py",
     "decode_step": "its arrays are a model's weights and cache: tests/test_decode.py",
 }
 NO_GRADIENT = {
@@ -95,7 +93,7 @@ def weighted(f):
 
 
 def linear_definition(x, w, b):
-    return matmul.reference(x.reshape(-1, x.shape[-1]), w, b).reshape(*x.shape[:-1], -1)
+    return linear_reference(x.reshape(-1, x.shape[-1]), w, b).reshape(*x.shape[:-1], -1)
 
 
 def mlp_reference(x, w, b, w2):

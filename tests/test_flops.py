@@ -30,7 +30,7 @@ def test_each_device_finds_its_own_row():
         for column in COLUMNS:
             expected = 1e12 * peaks[column] if column in peaks else None
             assert peak_flops(device_kind, column) == expected
-    for name in precision.NAMES[2:]:
+    for name in [*precision.PRECISIONS][2:]:
         assert peak_flops("NVIDIA H200", name) == pytest.approx(989.4e12)
 
 

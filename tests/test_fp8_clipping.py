@@ -11,13 +11,13 @@ from train_tools import losses, rows, run
 
 from gptjax import Precision
 from gptjax import parallel as parallel_module
-from gptjax.models import blocks
 from gptjax.models.base import graph, init_params
 from gptjax.parallel import Parallel
+from gptjax.precision import PRECISIONS, Parts
 from gptjax.training import status_line
 from gptjax.training.step import make_fp8_clipping_step
 from pallas_kernels import linear
-from pallas_kernels.fp8 import clipping, layers
+from pallas_kernels.gemm import Fp8, clipping
 
 # The fixture `config`.
 pytest_plugins = ["train_tools"]
@@ -92,10 +92,10 @@ def test_a_call_inside_a_call_is_no_call_of_its_own():
 
     @jax.custom_vjp
     def outer(x):
-        return linear(x, jnp.eye(16), fp8=True)
+        return linear(x, jnp.eye(16), numerics="fp8")
 
     def forward(x):
-        clipping.count("input", layers.activations(x).rows)
+        Fp8().activation(x)
         return outer(x), None
 
     outer.defvjp(forward, lambda _, dy: (dy,))
@@ -116,7 +116,8 @@ def test_a_call_inside_a_call_is_no_call_of_its_own():
 def test_log_and_status_line(config, monkeypatch):
     """With a scale that clips the output of the norms. The losses are those of a run without
     counts, bit for bit."""
-    monkeypatch.setattr(blocks, "ACTIVATION_SCALE", 256.0)
+    parts = Parts("bf16", "bfloat16", blocks=Fp8(activation_scale=256.0), head="fp8")
+    monkeypatch.setitem(PRECISIONS, "fp8", parts)
     monkeypatch.setattr(status_line, "LOG_EVERY", 1)
     model = dataclasses.replace(config.model, precision=Precision("fp8"))
     on = dataclasses.replace(

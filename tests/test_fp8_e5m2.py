@@ -1,4 +1,4 @@
-"""Stochastic rounding of blocks to e5m2 in PTX (pallas_kernels/fp8/triton_e5m2.py), run by
+"""Stochastic rounding of blocks to e5m2 in PTX (pallas_kernels/gemm/triton_e5m2.py), run by
 ptx_tools. tests/test_lm_head_fp8.py tests the kernel that uses the PTX."""
 
 import jax.numpy as jnp
@@ -6,8 +6,8 @@ import numpy as np
 import ptx_tools
 import pytest
 
-from pallas_kernels.fp8 import E5M2, largest, stochastic_e5m2
-from pallas_kernels.fp8.triton_e5m2 import ROUND
+from pallas_kernels.gemm import E5M2, largest, stochastic_e5m2
+from pallas_kernels.gemm.triton_e5m2 import ROUND
 
 MASK = 0x00FF00FF
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fp8_tools import XLAS_DEFAULT, assert_fp8, matmuls
-from kernel_tools import h200, lower_for_h200, triton_kernels
+from kernel_tools import h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
@@ -22,16 +22,12 @@ from pallas_kernels import (
     rms_norm,
     swiglu,
 )
-from pallas_kernels.fp8 import E4M3, E5M2, activations, largest, layers
-from pallas_kernels.fp8.activations import DERIVATIVE_SCALE, RELU_SQUARED
-from pallas_kernels.fp8.gated import HIDDEN_SCALE
-from pallas_kernels.fp8.layers import (
-    ACTIVATION_SCALE,
-    GRADIENT_HEADROOM,
-    activated_mlp,
-    quantized_gradient,
-)
+from pallas_kernels.feed_forward import activated_mlp
+from pallas_kernels.gemm import E4M3, E5M2, Fp8, largest
 
+FP8 = Fp8()
+ACTIVATION_SCALE, GRADIENT_HEADROOM, DERIVATIVE_SCALE = FP8.activation_scale, FP8.headroom, 256.0
+HIDDEN_SCALE = 1.0
 N, C, F = 48, 32, 80  # 80: no multiple of a tile
 GELU = 2 * (2 / np.pi) ** 0.5
 
@@ -123,7 +119,7 @@ def exact_relu_squared(x, w, w2, dy, rounded, backend):
         x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
         dy = fake(dy, scale, E5M2)
     r = np.maximum(x @ w, 0)
-    y = fake(r**2, RELU_SQUARED.scale, E4M3) if rounded else r**2
+    y = fake(r**2, HIDDEN_SCALE, E4M3) if rounded else r**2
     du = dy @ w2.T * 2 * (y**0.5 if rounded else r)
     du = fake(du, scale, E5M2) if rounded else du
     return y @ w2, du @ w.T, x.T @ du, y.T @ dy
@@ -131,6 +127,7 @@ def exact_relu_squared(x, w, w2, dy, rounded, backend):
 
 def relu_squared(x, w, w2, implementation):
     how = {"activation": "relu_squared", "implementation": implementation, "output_major": True}
+    how["numerics"] = "fp8"
     return activated_mlp(x, w.T, None, w2, **how)
 
 
@@ -141,12 +138,12 @@ def relu_squared(x, w, w2, implementation):
 # MLP, which rounds GELU's output after bf16's rounding.
 LAYERS = {
     "linear": (
-        lambda x, w, b, implementation: linear(x, w, b, fp8=True),
+        lambda x, w, b, implementation: linear(x, w, b, numerics="fp8"),
         exact_linear, ("y", "dx", "dw", "db"), 0.5,
     ),
-    "mlp": (functools.partial(mlp, fp8=True), exact_mlp, ("y", "dx", "dw", "db", "dw2"), 0.5),
+    "mlp": (functools.partial(mlp, numerics="fp8"), exact_mlp, ("y", "dx", "dw", "db", "dw2"), 0.5),
     "swiglu": (
-        functools.partial(swiglu, fp8=True),
+        functools.partial(swiglu, numerics="fp8"),
         exact_swiglu, ("y", "dx", "dw_gate", "dw_up", "dw_down"), 0.6,
     ),
     "relu_squared": (relu_squared, exact_relu_squared, ("y", "dx", "dw", "dw2"), 0.6),
@@ -213,9 +210,9 @@ def test_in_kernels(triton_on_cpu, name, sizes):
 def test_a_call_without_a_gradient_is_not_rounded():
     x, w, b, w2, _ = arrays(N, C, F)
     for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2)), (swiglu, (x, w, w, w2))):
-        np.testing.assert_array_equal(f(*args, fp8=True), f(*args))
-        assert (jax.vjp(functools.partial(f, fp8=True), *args)[0] != f(*args)).any()
-    how = {"activation": "relu_squared"}
+        np.testing.assert_array_equal(f(*args, numerics="fp8"), f(*args))
+        assert (jax.vjp(functools.partial(f, numerics="fp8"), *args)[0] != f(*args)).any()
+    how = {"activation": "relu_squared", "numerics": "fp8"}
     y = activated_mlp(x, w, None, w2, **how)
     np.testing.assert_array_equal(y, linear_relu_squared(x, w) @ w2.astype(x.dtype))
     np.testing.assert_array_equal(activated_mlp(x, w.T, None, w2, output_major=True, **how), y)
@@ -230,7 +227,7 @@ PLAIN_CALLS = {
     "mlp": (mlp, (4, 16), (16, 32), (32,), (32, 16)),
     "swiglu": (swiglu, (4, 16), (16, 32), (16, 32), (32, 16)),
     "relu_squared": (
-        functools.partial(activated_mlp, activation="relu_squared"),
+        functools.partial(activated_mlp, activation="relu_squared", numerics="fp8"),
         *((4, 16), (16, 32), (32,), (32, 16)),
     ),
     "projected_attention": (
@@ -243,7 +240,7 @@ PLAIN_CALLS = {
 @pytest.mark.parametrize("name", PLAIN_CALLS)
 def test_a_call_without_a_gradient_has_the_precision_of_the_call(name):
     f, *shapes = PLAIN_CALLS[name]
-    f = f if name == "relu_squared" else functools.partial(f, fp8=True)
+    f = f if name == "relu_squared" else functools.partial(f, numerics="fp8")
     jaxpr = jax.make_jaxpr(functools.partial(f, precision="highest"))(*normal(*shapes))
     text = str(jaxpr)
     assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST") > 0
@@ -259,7 +256,7 @@ def test_a_call_without_a_gradient_uses_the_named_back_end(name, monkeypatch):
 
     monkeypatch.setattr(_dispatch, "select", watched)
     f, *shapes = PLAIN_CALLS[name]
-    f = f if name == "relu_squared" else functools.partial(f, fp8=True)
+    f = f if name == "relu_squared" else functools.partial(f, numerics="fp8")
     f(*normal(*shapes), implementation="xla")
     chosen = {implementation for operation, implementation in asked if operation != "linear"}
     assert chosen == {"xla"}
@@ -269,7 +266,7 @@ def test_mosaic_without_a_gradient():
     """JAX also traces the call without a gradient for the gradient of a jitted function."""
     shapes = ((256, 256), (256, 256), (256,), (256, 256))
     args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    loss = jax.jit(lambda *args: mlp(*args, fp8=True, implementation="mosaic").sum())
+    loss = jax.jit(lambda *args: mlp(*args, numerics="fp8", implementation="mosaic").sum())
     with h200():
         jax.jit(jax.grad(loss)).trace(*args)
 
@@ -279,13 +276,13 @@ def test_the_choice_depends_on_all_arrays(monkeypatch):
     seen = []
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: seen.append(arrays) or False)
     args = normal((4, 16), (16, 32), (32,), (32, 16))
-    mlp(*args, fp8=True, implementation="xla")
+    mlp(*args, numerics="fp8", implementation="xla")
     assert len(jax.tree.leaves(seen[0])) == len(args)
 
 
 def test_several_matrices_side_by_side():
     x, w, *_ = arrays(N, C, 64)
-    f = functools.partial(linear, fp8=True)
+    f = functools.partial(linear, numerics="fp8")
     parts = (w[:, :24], w[:, 24:])
     y, pull = jax.vjp(lambda x, w: f(x, w), x, w)
     y_of_parts, pull_parts = jax.vjp(lambda x, w: f(x, w), x, parts)
@@ -301,7 +298,7 @@ def test_projected_attention():
     x, w, b, *_ = arrays(32, 16, 48)
     x = x.reshape(2, 16, 16)
     call = lambda **how: jax.vjp(lambda *a: projected_attention(*a, heads=2, **how), x, w, b)
-    y, pull = call(fp8=True)
+    y, pull = call(numerics="fp8")
     plain, pull_plain = call()
     assert 0 < rms(np.asarray(y - plain, np.float64)) < 0.1 * rms(np.asarray(plain, np.float64))
     for a, b in zip(pull(plain), pull_plain(plain), strict=True):
@@ -312,19 +309,20 @@ def test_projected_attention():
 def test_gradients_of_any_size():
     """The scale of a gradient follows it: 2⁻⁴⁰ times the gradient has the same bits."""
     x, w, *_ = arrays(N, C, 64)
-    y, pull = jax.vjp(functools.partial(linear, fp8=True), x, w)
+    y, pull = jax.vjp(functools.partial(linear, numerics="fp8"), x, w)
     for a, b in zip(pull(y * 2.0**-40), pull(y), strict=True):
         np.testing.assert_array_equal(a * 2.0**40, b)
 
 
 def test_the_scale_of_a_gradient_is_from_some_columns_of_every_row():
     dy = jnp.zeros((4, 512)).at[2, 260].set(3.0).at[1, 100].set(170.0)
-    q, scale = quantized_gradient(dy)
+    q = FP8.gradient(dy)
+    scale = q.scale.value
     assert scale == 2.0**8  # 57344/(3·64) = 298
     np.testing.assert_array_equal(q.rows.astype(jnp.float32) / scale, dy.at[1, 100].set(160.0))
     # 64 times the largest of the sample is still in range; more is clipped.
-    q, scale = quantized_gradient(dy.at[1, 100].set(500.0))
-    assert q.rows.astype(jnp.float32)[1, 100] / scale == 224
+    q = FP8.gradient(dy.at[1, 100].set(500.0))
+    assert q.rows.astype(jnp.float32)[1, 100] / q.scale.value == 224
 
 
 def with_gradients(f, dy, *args):
@@ -342,8 +340,8 @@ def test_a_projection_reads_the_rows_of_a_norm():
     dy = jnp.tile(dy, 3)[:, :F]
 
     def call(w, x, fused):
-        rows = rms_norm(x, fp8_scale=ACTIVATION_SCALE if fused else None, out_dtype=jnp.float32)
-        return linear(rows, (w[:, :30], w[:, 30:]), fp8=True)
+        rows = rms_norm(x, numerics="fp8" if fused else None, out_dtype=jnp.float32)
+        return linear(rows, (w[:, :30], w[:, 30:]), numerics="fp8")
 
     expected, found = (
         with_gradients(functools.partial(call, fused=fused), dy.astype(jnp.float32), w, x)
@@ -353,45 +351,17 @@ def test_a_projection_reads_the_rows_of_a_norm():
         np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
 
 
-def test_switches(monkeypatch):
-    """A constant scale of the weights gives nearly the same results; a projection with its bias in
-    one kernel."""
-    x, w, *_, dy = arrays(N, C, F)
-    w = w.astype(jnp.bfloat16).astype(w.dtype)  # to which the other scale rounds
-    call = functools.partial(linear, fp8=True)
-    dy = jnp.tile(dy, 3)[:, :F]
-    expected = with_gradients(call, dy, x, w, jnp.ones(F))
-    monkeypatch.setattr(layers, "WEIGHT_SCALE", 32.0)
-    for a, b in zip(with_gradients(call, dy, x, w, jnp.ones(F)), expected, strict=True):
-        a, b = fp64(a, b)
-        assert rms(a - b) < 0.01 * rms(b)
-
-    monkeypatch.setattr(layers, "BIAS_IN_KERNEL", True)
-    sizes = ((4096, 768), jnp.bfloat16), ((768, 2304), jnp.float32), ((2304,), jnp.float32)
-    shapes = [jax.ShapeDtypeStruct(*size) for size in sizes]
-    f = lambda *args: jax.vjp(call, *args)[0]
-    text = lower_for_h200(f, *shapes)
-    assert text.count("custom_call @mosaic_gpu") == 1 and "dot_general" not in text
-
-    # Only dW sums more than 4,096 terms.
-    monkeypatch.setattr(layers, "LONG_SUMS_IN_KERNEL", True)
-    f = lambda *args: jax.vjp(call, *args)[1](jnp.zeros((8192, 2304), jnp.bfloat16))
-    x = jax.ShapeDtypeStruct((8192, 768), jnp.bfloat16)
-    text = lower_for_h200(f, x, *shapes[1:])
-    assert text.count("custom_call @mosaic_gpu") == 1 and text.count("dot_general") == 1
-
-
 def test_refusals():
     x, w, _, w2, _ = arrays(N, C, F)
-    with pytest.raises(ValueError, match="swiglu: implementation 'reference' has no FP8 matmuls"):
-        swiglu(x, w, w, w2, fp8=True, implementation="reference")
-    with pytest.raises(ValueError, match="rms_norm: implementation 'reference' has no FP8 result"):
-        rms_norm(x, fp8_scale=8.0, implementation="reference")
+    with pytest.raises(ValueError, match="swiglu: implementation 'reference' has no fp8 matmuls"):
+        swiglu(x, w, w, w2, numerics="fp8", implementation="reference")
+    with pytest.raises(ValueError, match="rms_norm: implementation 'reference' has no fp8 matmuls"):
+        rms_norm(x, numerics="fp8", implementation="reference")
 
 
 def test_compiled_kernels():
     gu, dh = (jax.ShapeDtypeStruct((65536, f), jnp.bfloat16) for f in (4864, 2432))
-    from pallas_kernels.fp8 import triton_activation
+    from pallas_kernels.feed_forward import triton_fp8 as triton_activation
     from pallas_kernels.gated_mlp import triton_fp8
 
     scale = jax.ShapeDtypeStruct((), jnp.float32)
@@ -404,9 +374,9 @@ def test_compiled_kernels():
         jax.ShapeDtypeStruct(*s)
         for s in (((65536, 6400), jnp.bfloat16), ((6400,), jnp.float32), ((65536, 6400), E4M3))
     )
-    for activation in (activations.GELU, RELU_SQUARED):
-        how = {"activation": activation}
-        forward = functools.partial(triton_activation.activated, **how)
+    for activation in ("gelu", "relu_squared"):
+        how = {"stored": FP8.hidden(activation, jnp.bfloat16)}
+        forward = functools.partial(triton_activation.activated, activation=activation, **how)
         backward = functools.partial(triton_activation.activated_backward, bias=True, **how)
         kernels = triton_kernels(forward, u, b) + triton_kernels(backward, u, q, scale)
         assert all(kernel.spill_bytes == 0 for kernel in kernels)

@@ -230,9 +230,9 @@ def test_kernels(model):
 @pytest.mark.parametrize(
     "model, name, change, message",
     [
-        ("gpt2", "fp8_head", {"loss": "xla"}, "'xla' has no FP8 matmuls"),
+        ("gpt2", "fp8_head", {"loss": "xla"}, "'xla' has no fp8 matmuls"),
         *((model, "fp8", {"mlp": "reference"}, "'reference'") for model in CONFIGS),
-        ("gpt2", "fp8", {"attention": "reference"}, "'reference' has no FP8 matmuls"),
+        ("gpt2", "fp8", {"attention": "reference"}, "'reference' has no fp8 matmuls"),
     ],
 )
 def test_back_ends_without_fp8_refuse(model, name, change, message):

@@ -1,4 +1,4 @@
-"""pallas_kernels.fp8.own_scale: both ways to compute the scale, and the compiled kernels."""
+"""`quantize_by_largest`: both ways to compute the scale, and the compiled kernels."""
 
 import re
 
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from kernel_tools import triton_kernels
 
-from pallas_kernels.fp8 import E4M3, E5M2, own_scale, quantize, scale_for
-from pallas_kernels.fp8.own_scale import quantize_by_largest
+from pallas_kernels.gemm import E4M3, E5M2, quantize, scale_for
+from pallas_kernels.gemm.operands import quantize_by_largest
 
 HOW = {"headroom": 4.0, "factor": 8.0}
 
@@ -22,7 +22,7 @@ def check(x, dtype, sampled, expected_scale):
     scale = float(expected_scale)
     assert found.scale.value.shape == ()
     assert [float(s) for s in found.scale] == [scale, 1 / scale, 1 / (8 * scale)]
-    for ours, theirs in ((found.rows, expected.rows), (found.transposed, expected.transposed)):
+    for ours, theirs in ((found.rows, expected.rows), (found.k_major, expected.transposed)):
         bits = [jax.lax.bitcast_convert_type(a, jnp.uint8) for a in (ours, theirs)]
         np.testing.assert_array_equal(*bits)
 
@@ -45,7 +45,7 @@ def backend(request):
 )
 def test_whole(backend, monkeypatch, shape, dtype, largest):
     if backend == "triton":
-        monkeypatch.setattr("pallas_kernels.fp8.triton_own_scale.MOST_MAXIMA", 2)
+        monkeypatch.setattr("pallas_kernels.gemm.triton_own_scale.MOST_MAXIMA", 2)
     x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, shape), jnp.float32)
     x = (x * largest / 2).at[-1, -1].set(-largest)  # in the last group
     check(x, dtype, False, scale_for(jnp.abs(x).max(), dtype, 4.0))
@@ -76,7 +76,7 @@ def test_nan(backend, monkeypatch):
     shape = (2, 3)  # on a CPU, the maximum of XLA 0.12.0 ignores NaN in larger arrays
     if backend == "triton":
         shape = (70, 130)
-        monkeypatch.setattr("pallas_kernels.fp8.triton_own_scale.MOST_MAXIMA", 2)
+        monkeypatch.setattr("pallas_kernels.gemm.triton_own_scale.MOST_MAXIMA", 2)
     for place in ((0, 0), (-1, -1)):
         for odd in (-jnp.nan, jnp.inf):
             check(jnp.ones(shape).at[place].set(odd), E4M3, False, jnp.float32(1))
@@ -99,11 +99,6 @@ def test_compiled_code():
         assert [k.name for k in kernels] == ["part_maxima", "quantize_own"]
         assert all(k.spill_bytes == 0 for k in kernels)
         assert re.search(r"ld\.global\S*\.v4", kernels[0].ptx)
-
-
-def test_without_kernels(triton_on_cpu, monkeypatch):
-    monkeypatch.setattr(own_scale, "IN_KERNELS", False)
-    test_sampled("xla")
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ from rule_tools import check
 
 from pallas_kernels import select, swiglu
 from pallas_kernels.gated_mlp import activated, activated_backward, reference
-from pallas_kernels.matmul import linear
+from pallas_kernels.linear import linear
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 # N, I, F, C

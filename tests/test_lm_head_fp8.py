@@ -1,6 +1,7 @@
 """The FP8 matmuls of linear_cross_entropy, and the kernel that stores its gradient in FP8."""
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,15 @@ from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import fused_classifier, linear_cross_entropy
 from pallas_kernels.classifier import SigmoidCap, classify_to_fp8
-from pallas_kernels.fp8 import E4M3, E5M2, largest, quantize, scaled_matmul, stochastic_e5m2
-from pallas_kernels.lm_head.fp8 import HeadScales
+from pallas_kernels.gemm import (
+    E4M3,
+    E5M2,
+    HEAD,
+    largest,
+    quantize,
+    scaled_matmul,
+    stochastic_e5m2,
+)
 
 N, C, V, VOCAB = 40, 24, 160, 150
 CAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
@@ -24,6 +32,18 @@ def inputs(seed=0, dtype=jnp.bfloat16):
     w = rng.standard_normal((V, C)) * 0.3
     w[VOCAB:] = 0
     return x, jnp.asarray(w, jnp.float32), jnp.asarray(rng.integers(0, VOCAB, N), jnp.int32)
+
+
+class Scales(NamedTuple):
+    """Scales of the head's operands."""
+
+    w: float
+    x: float = HEAD.activation_scale
+    gradient: float = HEAD.gradient_scale
+
+
+def scale_of(w) -> float:
+    return float(2.0 ** np.floor(np.log2(448 / np.abs(w).max())))
 
 
 def fake(x, scale, dtype):
@@ -71,8 +91,9 @@ def with_gradients(x, w, targets, **how):
 @pytest.mark.parametrize("softcap", [None, CAP], ids=["plain", "capped"])
 def test_losses_and_gradients(softcap):
     """At most twice as far from fp64 as fp64 with rounded operands."""
-    args, scales = inputs(), HeadScales(w=128.0)
-    found = jax.jit(functools.partial(with_gradients, fp8=scales, chunk=20, softcap=softcap))(*args)
+    args = inputs()
+    how, scales = {"numerics": "fp8", "chunk": 20, "softcap": softcap}, Scales(scale_of(args[1]))
+    found = jax.jit(functools.partial(with_gradients, **how))(*args)
     right, rounded = exact(*args, softcap), exact(*args, softcap, scales)
     for name, ours, theirs, truth in zip(
         ("losses", "dx", "dw"), found, rounded, right, strict=True
@@ -88,23 +109,17 @@ def test_losses_and_gradients(softcap):
 
 def test_the_scale_of_the_weights_follows_them():
     x, w, targets = inputs()
-    (_, dx, dw), small = with_gradients(x, w, targets, fp8=HeadScales()), 2.0**-20
-    # A power of two changes no rounding.
-    again = with_gradients(x, w * small, targets, fp8=HeadScales())
-    assert np.isfinite(again[0]).all()
-    big = float(jnp.abs(w).max())
-    scale = float(2.0 ** np.floor(np.log2(448 / big)))
-    fixed = with_gradients(x, w, targets, fp8=HeadScales(w=scale))
-    np.testing.assert_array_equal(dx, fixed[1])
-    np.testing.assert_array_equal(dw, fixed[2])
+    assert HEAD.weight(w).scale.value == scale_of(w)
+    assert HEAD.weight(w * 2.0**-20).scale.value == scale_of(w) * 2**20
+    assert np.isfinite(with_gradients(x, w * 2.0**-20, targets, numerics="fp8")[0]).all()
 
 
 def test_a_call_without_a_gradient_is_not_rounded():
     x, w, targets = inputs()
     f = functools.partial(linear_cross_entropy, vocab_size=VOCAB, implementation="fused")
     plain = f(x, w, targets)
-    np.testing.assert_array_equal(f(x, w, targets, fp8=HeadScales()), plain)
-    trained = with_gradients(x, w, targets, fp8=HeadScales())[0]
+    np.testing.assert_array_equal(f(x, w, targets, numerics="fp8"), plain)
+    trained = with_gradients(x, w, targets, numerics="fp8")[0]
     assert 1e-4 < np.abs(trained - plain).max() < 0.2
 
 
@@ -117,14 +132,14 @@ def test_different_cotangents():
         f = lambda w: linear_cross_entropy(x, w, targets, vocab_size=VOCAB, **how)
         return jax.vjp(f, w)[1](g)[0]
 
-    np.testing.assert_array_equal(dw(fp8=HeadScales()), dw(implementation="fused"))
+    np.testing.assert_array_equal(dw(numerics="fp8"), dw(implementation="fused"))
 
 
 def test_errors():
     x, w, targets = inputs()
-    message = r"'xla' has no FP8 matmuls; these can run here: \['fused'\]"
+    message = r"'xla' has no fp8 matmuls; these can run here: \['fused'\]"
     with pytest.raises(ValueError, match=message):
-        linear_cross_entropy(x, w, targets, fp8=HeadScales(), implementation="xla")
+        linear_cross_entropy(x, w, targets, numerics="fp8", implementation="xla")
 
 
 def in_fp32(call):

@@ -1,5 +1,6 @@
 """layer_norm that stores FP8: the rows of a conversion of y, in every back end."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,10 +10,9 @@ import pytest
 from kernel_tools import triton_kernels
 
 from pallas_kernels import layer_norm, mlp
-from pallas_kernels.fp8 import E4M3, Fp8Rows, quantize
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE
+from pallas_kernels.gemm import E4M3, Fp8, Operand, quantize
 
-SCALE = 8.0
+SCALE = Fp8().activation_scale
 
 
 @pytest.fixture(params=["xla", "triton"])
@@ -42,22 +42,22 @@ def check(backend, n, c):
     expected = quantize(fp32, SCALE, E4M3, implementation="xla").rows.astype(jnp.float32)
 
     # Not differentiated, y is not rounded.
-    plain, same_total = jax.jit(functools.partial(f, fp8_scale=SCALE))(*args)
-    np.testing.assert_array_equal(plain.y, y)
+    plain, same_total = jax.jit(functools.partial(f, numerics="fp8"))(*args)
+    np.testing.assert_array_equal(plain.exact, y)
     np.testing.assert_array_equal(same_total, total)
 
     @jax.jit
     def differentiated(*args):
-        out, pull = jax.vjp(functools.partial(f, fp8_scale=SCALE), *args)
+        out, pull = jax.vjp(functools.partial(f, numerics="fp8"), *args)
         zeros = jax.tree.map(jnp.zeros_like, out)
-        return out, pull((zeros[0]._replace(y=y), total))
+        return out, pull((dataclasses.replace(zeros[0], exact=y), total))
 
     (rows, new_total), grads = differentiated(*args)
-    assert isinstance(rows, Fp8Rows) and rows.rows.dtype == rows.transposed.dtype == E4M3
+    assert isinstance(rows, Operand) and rows.rows.dtype == rows.k_major.dtype == E4M3
     np.testing.assert_array_equal(new_total, total)
     np.testing.assert_array_equal(rows.rows.astype(jnp.float32), expected)
-    np.testing.assert_array_equal(rows.transposed.astype(jnp.float32), expected.T)
-    np.testing.assert_array_equal(rows.y.reshape(n, c).astype(jnp.float32), expected / SCALE)
+    np.testing.assert_array_equal(rows.k_major.astype(jnp.float32), expected.T)
+    np.testing.assert_array_equal(rows.exact.reshape(n, c).astype(jnp.float32), expected / SCALE)
     assert float(expected.max()) == 448
     for ours, theirs in zip(
         grads, jax.jit(lambda *a: jax.vjp(f, *a)[1]((y, total)))(*args), strict=True
@@ -71,8 +71,8 @@ def test_rows(backend):
 
 def test_no_rows(backend):
     args = [a[:, :0] if a.ndim > 1 else a for a in inputs()]
-    y, _ = norm(*args, fp8_scale=SCALE, implementation=backend)
-    assert (y.y.shape, y.rows.shape, y.transposed.shape) == ((2, 0, 48), (0, 48), (48, 0))
+    y, _ = norm(*args, numerics="fp8", implementation=backend)
+    assert (y.exact.shape, y.rows.shape, y.k_major.shape) == ((2, 0, 48), (0, 48), (48, 0))
 
 
 def test_a_layer_reads_the_rows():
@@ -82,13 +82,13 @@ def test_a_layer_reads_the_rows():
     w, w2 = (jnp.asarray(rng.standard_normal(s) * 0.2, jnp.float32) for s in ((48, 64), (64, 48)))
     b = jnp.zeros(64)
 
-    def loss(fp8_scale, x, w, w2):
-        y = layer_norm(x, scale.at[3].set(1.0), bias, fp8_scale=fp8_scale)
-        return (mlp(y, w, b, w2, fp8=True).astype(jnp.float32) ** 2).sum()
+    def loss(numerics, x, w, w2):
+        y = layer_norm(x, scale.at[3].set(1.0), bias, numerics=numerics)
+        return (mlp(y, w, b, w2, numerics="fp8").astype(jnp.float32) ** 2).sum()
 
     fused, separate = (
         jax.jit(jax.value_and_grad(functools.partial(loss, s), (0, 1, 2)))(x, w, w2)
-        for s in (ACTIVATION_SCALE, None)
+        for s in ("fp8", None)
     )
     # y is rounded to bf16 before it is converted; the results differ where that crosses a tie.
     for a, b in zip(jax.tree.leaves(fused), jax.tree.leaves(separate), strict=True):
@@ -105,8 +105,8 @@ def test_a_frozen_norm():
     b, w2 = jnp.zeros(64), jnp.ones((64, 48)) * 0.1
 
     def loss(w, x):
-        y = layer_norm(x, scale.at[3].set(1.0), bias, fp8_scale=ACTIVATION_SCALE)
-        return (mlp(y, w, b, w2, fp8=True).astype(jnp.float32) ** 2).sum()
+        y = layer_norm(x, scale.at[3].set(1.0), bias, numerics="fp8")
+        return (mlp(y, w, b, w2, numerics="fp8").astype(jnp.float32) ** 2).sum()
 
     alone, both = jax.grad(loss)(w, x), jax.grad(loss, (0, 1))(w, x)[0]
     assert np.linalg.norm(alone - both) < 0.02 * np.linalg.norm(both) > 0
@@ -114,8 +114,8 @@ def test_a_frozen_norm():
 
 def test_errors():
     x, _, scale, bias, _ = inputs()
-    with pytest.raises(ValueError, match="'reference' has no FP8 result"):
-        layer_norm(x, scale, bias, fp8_scale=8.0, implementation="reference")
+    with pytest.raises(ValueError, match="'reference' has no fp8 matmuls"):
+        layer_norm(x, scale, bias, numerics="fp8", implementation="reference")
 
 
 def test_compiled_code():
@@ -123,7 +123,7 @@ def test_compiled_code():
         jax.ShapeDtypeStruct((65536, 768), jnp.bfloat16),
         jax.ShapeDtypeStruct((768,), jnp.float32),
     )
-    f = functools.partial(norm, implementation="triton", fp8_scale=8.0)
+    f = functools.partial(norm, implementation="triton", numerics="fp8")
     kernels = triton_kernels(lambda *a: jax.vjp(f, *a)[0], x, x, p, p, p)
     (kernel,) = [k for k in kernels if k.name == "norm_forward"]
     assert kernel.spill_bytes == 0 and "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx

@@ -11,7 +11,7 @@ from flax import nnx
 from gpt2_tools import SHAPES, config_of, split
 
 from gptjax import Precision, loss_fn
-from gptjax.precision import NAMES
+from gptjax.precision import PRECISIONS
 
 MEANINGS = [
     ("fp32", "float32", "float32", "HIGHEST"),
@@ -26,7 +26,7 @@ MEANINGS = [
 @pytest.mark.parametrize("name, compute, residual, matmul", MEANINGS)
 def test_meaning(name, compute, residual, matmul):
     precision = Precision(name)
-    assert str(precision) == name and set(NAMES) == {row[0] for row in MEANINGS}
+    assert str(precision) == name and set(PRECISIONS) == {row[0] for row in MEANINGS}
     assert (precision.compute_dtype.name, precision.residual_dtype.name) == (compute, residual)
     assert precision.param_dtype == jnp.float32 and precision.matmul.name == matmul
 

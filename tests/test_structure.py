@@ -25,10 +25,6 @@ LAYERS = (
 # Imports that still close a circle or point upwards. Remove an entry together with its import.
 KNOWN_CIRCLES = {
     ("pallas_kernels.classifier.triton", "pallas_kernels.classifier.triton_fp8"),
-    ("pallas_kernels.feed_forward", "pallas_kernels.feed_forward.triton"),
-    ("pallas_kernels.feed_forward", "pallas_kernels.fp8.layers"),
-    ("pallas_kernels.gated_mlp", "pallas_kernels.fp8.gated"),
-    ("pallas_kernels.matmul", "pallas_kernels.fp8.layers"),
 }
 
 

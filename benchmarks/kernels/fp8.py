@@ -10,21 +10,19 @@ The matmuls with an activation, and their gradient, are compared with "xla": an 
 bf16 result, followed by the epilogue in plain JAX.
 """
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels import fp8
-from pallas_kernels.fp8 import mosaic
-from pallas_kernels.fp8.activations import GELU, RELU_SQUARED, Activation
+from pallas_kernels.feed_forward import mosaic
+from pallas_kernels.feed_forward.activations import ACTIVATIONS
+from pallas_kernels.gemm import E4M3, E5M2, Fp8, largest, scaled_matmul
 
-E4M3, E5M2, BF16, F32 = fp8.E4M3, fp8.E5M2, jnp.bfloat16, jnp.float32
+BF16, F32 = jnp.bfloat16, jnp.float32
 TOKENS, CHUNK = 65536, 16384
 VOCABULARY = 50304
-STORES_BF16 = dataclasses.replace(GELU, derivative_dtype=BF16)
 # name, M, K, N, type of a (b is e4m3), type of the result
 MATMULS = [
     ("qkv", TOKENS, 768, 2304, E4M3, BF16),
@@ -53,11 +51,9 @@ def normal(key, *arrays):
 
 def matmul_case(name, m, k, n, a_dtype, out_dtype) -> Case:
     def run(a, b, implementation, **options):
-        return fp8.scaled_matmul(
+        return scaled_matmul(
             a, b, 2.0**-5, out_dtype=out_dtype, implementation=implementation, **options
         )
-
-    mosaic_run = functools.partial(run, implementation="mosaic")
 
     def bf16(a, b):
         return jnp.matmul(a.astype(BF16), b.astype(BF16).T, preferred_element_type=out_dtype)
@@ -67,8 +63,6 @@ def matmul_case(name, m, k, n, a_dtype, out_dtype) -> Case:
         name=f"{name} {m}×{k}×{n}",
         make=functools.partial(_operands, m=m, k=k, n=n, a_dtype=a_dtype),
         run={
-            # The padded vocabulary is no multiple of the kernel's tiles in M.
-            **({"mosaic": mosaic_run} if mosaic.why_not(m, n, k) is None else {}),
             "xla": functools.partial(run, implementation="xla"),
             "xla, fp32 sums": functools.partial(run, implementation="xla", fast_accumulation=False),
             "bf16": bf16,
@@ -85,58 +79,55 @@ def _operands(key, *, m, k, n, a_dtype):
 
 
 def quantized_twice(v, scale, dtype):
-    q = (v * scale).clip(-fp8.largest(dtype), fp8.largest(dtype)).astype(dtype)
+    q = (v * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
     return q, q.T
 
 
-def forward_case(activation: Activation, m, k, n) -> Case:
-    scale, bias = k**-0.5, activation.name == "gelu"
+def forward_case(name: str, m, k, n) -> Case:
+    scale, bias, stored = k**-0.5, name == "gelu", Fp8().hidden(name, BF16)
 
-    def fused(x, w, b, activation=activation):
-        return mosaic.linear_activated(x, w, b if bias else None, scale, activation=activation)
+    def fused(x, w, b):
+        how = {"activation": name, "stored": stored, "k_major": True}
+        return mosaic.activated(x, w, b if bias else None, (scale,), **how)
 
     def xla(x, w, b):
-        u = fp8.scaled_matmul(x, w, scale, implementation="xla").astype(F32)
-        y, derivative = activation(u + b[None] if bias else u)
-        stored = (derivative * activation.stored_scale).astype(activation.derivative_dtype or E4M3)
-        return *quantized_twice(y, activation.scale, E4M3), stored if bias else None
+        u = scaled_matmul(x, w, scale, implementation="xla").astype(F32)
+        y, derivative = ACTIVATIONS[name](u + b[None] if bias else u)
+        saved = (derivative * stored.saved_scale).astype(stored.saved_dtype or E4M3)
+        return *quantized_twice(y, stored.scale, E4M3), saved if bias else None
 
-    in_bf16 = functools.partial(fused, activation=STORES_BF16)
     return Case(
-        kernel="fp8.linear_activated",
-        name=f"linear_{activation.name} {m}×{k}×{n}",
+        kernel="mlp in FP8",
+        name=f"linear_{name} {m}×{k}×{n}",
         make=lambda key: normal(key, ((m, k), E4M3), ((n, k), E4M3), ((n,), F32)),
-        run={"mosaic": fused, "xla": xla} | ({"mosaic, bf16 derivative": in_bf16} if bias else {}),
+        run={"mosaic": fused, "xla": xla},
         bytes=m * k + n * k + (3 if bias else 2) * m * n,
         flops=2 * m * k * n,
         bound="bf16",
     )
 
 
-def backward_case(activation: Activation, m, c, o) -> Case:
-    scale, du_scale, bias = c**-0.5, 32.0, activation.name == "gelu"
+def backward_case(name: str, m, c, o) -> Case:
+    scale, du_scale, bias, stored = c**-0.5, 32.0, name == "gelu", Fp8().hidden(name, BF16)
 
     def fused(dy, w2, saved):
-        how = {"activation": activation, "bias": bias}
-        return mosaic.activated_backward(dy, w2, saved, scale, du_scale, **how)
+        return mosaic.du(dy, w2, saved, (scale,), du_scale, stored=stored, bias=bias)
 
     def xla(dy, w2, saved):
-        dh = fp8.scaled_matmul(dy, w2, scale, implementation="xla").astype(F32)
-        derivative = activation.derivative(saved.astype(F32)) / activation.derivative_scale
-        du = dh * derivative
+        dh = scaled_matmul(dy, w2, scale, implementation="xla").astype(F32)
+        du = dh * stored.derivative(saved.astype(F32)) / stored.derivative_scale
         return *quantized_twice(du, du_scale, E5M2), du.sum(0) if bias else None
 
     def make(key):
         dy, w2, saved = normal(key, ((m, c), E5M2), ((o, c), E4M3), ((m, o), BF16))
-        return dy, w2, jnp.abs(saved).astype(activation.derivative_dtype or E4M3)
+        return dy, w2, jnp.abs(saved).astype(E4M3)
 
-    stored = "" if activation is not STORES_BF16 else ", bf16 derivative"
     return Case(
-        kernel="fp8.linear_activated",
-        name=f"{activation.name} backward{stored} {m}×{c}×{o}",
+        kernel="mlp in FP8",
+        name=f"{name} backward {m}×{c}×{o}",
         make=make,
         run={"mosaic": fused, "xla": xla},
-        bytes=m * c + o * c + (3 + (activation is STORES_BF16)) * m * o,
+        bytes=m * c + o * c + 3 * m * o,
         flops=2 * m * c * o,
         bound="bf16",
     )
@@ -146,9 +137,6 @@ def cases() -> list[Case]:
     """Return the cases: all matmuls of a training step, and the kernels with an activation."""
     return [
         *(matmul_case(*matmul) for matmul in MATMULS),
-        *(forward_case(activation, TOKENS, 768, 3072) for activation in (GELU, RELU_SQUARED)),
-        *(
-            backward_case(activation, TOKENS, 768, 3072)
-            for activation in (GELU, STORES_BF16, RELU_SQUARED)
-        ),
+        *(forward_case(name, TOKENS, 768, 3072) for name in ACTIVATIONS),
+        *(backward_case(name, TOKENS, 768, 3072) for name in ACTIVATIONS),
     ]

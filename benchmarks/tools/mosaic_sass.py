@@ -141,15 +141,15 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
 
 def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
     from pallas_kernels.attention import mosaic_backward
-    from pallas_kernels.fp8 import E4M3, E5M2, mosaic
-    from pallas_kernels.fp8.activations import RELU_SQUARED
+    from pallas_kernels.feed_forward import mosaic
+    from pallas_kernels.gemm import E4M3, E5M2, Fp8
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     x, w, scale = array(E4M3, 65536, 768), array(E4M3, 3072, 768), array(jnp.float32)
     dy, bias, saved = array(E5M2, 65536, 768), array(jnp.float32, 3072), array(E4M3, 65536, 3072)
-    relu_squared = {"activation": RELU_SQUARED}
+    fp8 = {name: Fp8().hidden(name, jnp.bfloat16) for name in ("gelu", "relu_squared")}
     heads = array(jnp.bfloat16, 64, 1024, 12, 64)
     tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
 
@@ -160,17 +160,20 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
         return mosaic_backward.backward(*operands, **how, fp8_scale=fp8_scale)
 
     return {
-        "fp8.matmul": (mosaic.matmul, (x, w, scale)),
-        "fp8.gelu": (mosaic.linear_activated, (x, w, bias, scale)),
-        "fp8.gelu_backward": (mosaic.activated_backward, (dy, w, saved, scale, scale)),
-        "fp8.relu_squared": (
-            functools.partial(mosaic.linear_activated, **relu_squared),
-            (x, w, None, scale),
-        ),
-        "fp8.relu_squared_backward": (
-            functools.partial(mosaic.activated_backward, bias=False, **relu_squared),
-            (dy, w, saved, scale, scale),
-        ),
+        **{
+            f"fp8.{name}": (
+                functools.partial(mosaic.activated, activation=name, stored=stored, k_major=True),
+                (x, w, bias if name == "gelu" else None, (scale,)),
+            )
+            for name, stored in fp8.items()
+        },
+        **{
+            f"fp8.{name}_backward": (
+                functools.partial(mosaic.du, stored=stored, bias=name == "gelu"),
+                (dy, w, saved, (scale, scale), scale),
+            )
+            for name, stored in fp8.items()
+        },
         "fp8.attention_backward": (attention, (*tensors, heads, heads, scale)),
     }
 

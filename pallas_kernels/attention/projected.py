@@ -15,7 +15,6 @@ the other back ends sum dqkv. `reference` also uses the reference of `linear`: f
 higher derivatives work. The other back ends are differentiable once, in reverse mode.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -25,11 +24,21 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.fp8.clipping import count, counted
-from pallas_kernels.fp8.conversion import E5M2, Fp8Rows, rows_of, scale_for
-from pallas_kernels.fp8.own_scale import GROUP, SAMPLED, Scale, Scaled
-from pallas_kernels.matmul import checked_linear, weight_gradient
-from pallas_kernels.matmul import reference as linear_reference
+from pallas_kernels.gemm.clipping import count, counted
+from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, rows_of, split_like
+from pallas_kernels.gemm.operands import (
+    E5M2,
+    GROUP,
+    SAMPLED,
+    Operand,
+    Scale,
+    cotangent,
+    exact,
+    scale_for,
+    structure,
+)
+from pallas_kernels.linear import checked_linear, forward
+from pallas_kernels.linear import reference as linear_reference
 
 QKV_HEADROOM = 1024.0
 """With dqkv stored in FP8: largest supported ratio of max |dqkv| to the largest |dO| of the sampled
@@ -38,31 +47,33 @@ e5m2."""
 
 
 def projected_attention(
-    x_BTC: Float[Array, "B T C"] | Fp8Rows,
+    x_BTC: Float[Array, "B T C"] | Operand,
     w_CO: Float[Array, "C O"],
     b_O: Float[Array, " O"],
     *,
     heads: int,
-    fp8: bool = False,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"]:
     """Compute flash_attention_qkv(x W + b), causal. O = 3·H·D: all queries, all keys, all values.
 
     Args:
-        x_BTC: fp32, bf16 or fp16.
+        x_BTC: fp32, bf16 or fp16; or the `Operand` of a norm with the same numerics.
         w_CO, b_O: of x's dtype or fp32. fp32 is rounded as in `pallas_kernels.linear`. The
             gradients have the dtypes of w_CO and b_O and are summed in fp32.
-        fp8: whether the projection's matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/layers.py); not with "reference". x may then be the `Fp8Rows` of
-            `layer_norm(fp8_scale=ACTIVATION_SCALE)`.
+        numerics: of the projection: "fp32", "tf32", "bf16", "fp8", or a
+            `pallas_kernels.gemm.Numerics`. None: follows the dtypes and `precision`. "fp8": FP8
+            matmuls where the call is differentiated; not with "reference". x may then be the
+            `Operand` of a norm.
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
         precision: precision of fp32 matmuls, also of the projection; as in `flash_attention`.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
-    given, x_BTC = x_BTC, rows_of(x_BTC)
+    given, x_BTC = x_BTC, exact(x_BTC)
+    numerics = numerics_of("projected_attention", numerics, precision, Fp8())
     if (
         heads < 1
         or x_BTC.ndim != 3
@@ -89,114 +100,68 @@ def projected_attention(
         dtype=x_BTC.dtype,
         length=length,
         head_dim=head_dim,
-        precision=precision,
+        precision=numerics.plain.precision,
     )
-    options = Options(heads, precision, fp8)
+    precision = numerics.plain.precision
     if backend == "mosaic":
-        f = counted("projected_attention", _projected) if fp8 else _projected
-        return _calls.differentiable("projected_attention", f, given, w_CO, b_O, options)
-    qkv_BT3HD = _projection(*arrays, options, "reference" if backend == "reference" else "xla")
+        f = counted("projected_attention", _projected, numerics.quantized)
+        return _calls.differentiable("projected_attention", f, given, w_CO, b_O, heads, numerics)
+    named = "reference" if backend == "reference" else "auto"
+    qkv_BTO = checked_linear("projected_attention", given, w_CO, b_O, named, numerics)
+    qkv_BT3HD = qkv_BTO.reshape(*x_BTC.shape[:2], 3, heads, head_dim)
     return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Static options of a call."""
-
-    heads: int
-    precision: jax.lax.PrecisionLike
-    fp8: bool = False
-    """Whether the projection's matmuls are in FP8 where the call is differentiated."""
-
-
-def _projection(x_BTC, w_CO, b_O, options, implementation="xla"):
-    qkv_BTO = checked_linear(
-        "projected_attention", x_BTC, w_CO, b_O, implementation, options.precision, options.fp8
-    )
-    return qkv_BTO.reshape(*x_BTC.shape[:2], 3, options.heads, b_O.size // (3 * options.heads))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _projected(x_BTC, w_CO, b_O, options):
-    qkv_BT3HD = _projection(rows_of(x_BTC), w_CO, b_O, options)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _projected(x_BTC, w_CO, b_O, heads, numerics):
+    qkv_BT3HD, _ = _projection(exact(x_BTC), w_CO, b_O, heads, numerics.plain)
     return flash_attention_qkv(qkv_BT3HD, implementation="mosaic")
 
 
-def _projected_forward(x_BTC, w_CO, b_O, options):
-    if options.fp8:
-        from pallas_kernels.fp8 import layers
+def _projection(x_BTC, w_CO, b_O, heads, numerics):
+    """Return qkv, and the operands of the projection for the backward pass."""
+    qkv_NO, operands = forward(rows_of(x_BTC), w_CO, b_O, numerics)
+    return qkv_NO.reshape(*exact(x_BTC).shape[:2], 3, heads, -1), operands
 
-        b, t, c = rows_of(x_BTC).shape
-        x_NC = x_BTC if isinstance(x_BTC, Fp8Rows) else x_BTC.reshape(b * t, c)
-        qkv_NO, operands = layers.linear_forward(x_NC, w_CO, b_O)
-        operands = operands, layers.kind_of(x_BTC)
-        qkv_BT3HD = qkv_NO.reshape(b, t, 3, options.heads, -1)
-    else:
-        operands, qkv_BT3HD = (x_BTC, w_CO), _projection(x_BTC, w_CO, b_O, options)
+
+def _projected_forward(x_BTC, w_CO, b_O, heads, numerics):
+    qkv_BT3HD, operands = _projection(x_BTC, w_CO, b_O, heads, numerics)
     out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
-    like = jnp.zeros((), w_CO.dtype)
-    return out_BTHD, (operands, like, b_O, qkv_BT3HD, out_BTHD, lse_BHT)
+    likes = like(w_CO), b_O, structure(x_BTC)
+    return out_BTHD, (operands, likes, qkv_BT3HD, out_BTHD, lse_BHT)
 
 
-def _projected_backward(options, saved, dout_BTHD):
-    operands, like, b_O, *tensors = saved
-    qkv_BT3HD, out_BTHD, lse_BHT = tensors
-    arrays = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD)
-    if options.fp8:
-        from pallas_kernels.fp8 import layers
+def _projected_backward(heads, numerics, saved, dout_BTHD):
+    from pallas_kernels.attention import mosaic_backward
 
-        dx_NC, dw_CO, dq_HD, dout_HD = _fp8_backward(operands[0], *arrays)
-        dx_BTC = layers.cotangent(dx_NC.reshape(*qkv_BT3HD.shape[:2], -1), operands[1])
+    (x, w), (w_like, b_O, x_like), qkv_BT3HD, out_BTHD, lse_BHT = saved
+    arrays, (b, t) = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.shape[:2]
+    shape, dtype = (b * t, b_O.size), qkv_BT3HD.dtype
+    # Only the layout and scale that `Fp8` uses.
+    if isinstance(numerics, Fp8) and mosaic_backward.stores_fp8(b, t, heads):
+        scale = _scale_of_gradient(dout_BTHD.reshape(b * t, -1), numerics)
+        (rows, k_major), dq_HD, dout_HD = _attention_backward(*arrays, scale.value)
+        count("output_gradient", rows)
+        dqkv = Operand(rows.reshape(shape), k_major.reshape(shape[::-1]), scale)
     else:
         (dqkv_BT3HD,), dq_HD, dout_HD = _attention_backward(*arrays)
-        dqkv_NO = dqkv_BT3HD.reshape(-1, b_O.size)
-        x_BTC, w_CO = operands
-        dx_NC = jnp.matmul(dqkv_NO, w_CO.astype(dqkv_NO.dtype).T, precision=options.precision)
-        x_NC = x_BTC.reshape(-1, x_BTC.shape[2])
-        dw_CO = weight_gradient(x_NC, dqkv_NO, precision=options.precision)
-        dx_BTC = dx_NC.reshape(x_BTC.shape)
+        dqkv = numerics.gradient(dqkv_BT3HD.reshape(shape))
+    dx_NC = numerics.input_gradient(dqkv, w, dtype)
+    dw_CO = split_like(numerics.weight_gradient(x, dqkv), w_like)
     db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
-    return (
-        dx_BTC,
-        dw_CO.astype(like.dtype),
-        db_3HD.reshape(-1).astype(b_O.dtype),
-    )
+    dx_BTC = cotangent(dx_NC.reshape(b, t, -1), x_like)
+    return dx_BTC, dw_CO, db_3HD.reshape(-1).astype(b_O.dtype)
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
 
 
-def _fp8_backward(operands, qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD):
-    """Return (dx, dW, Σ dq, Σ dO) with FP8 matmuls.
-
-    Args:
-        operands: saved by `layers.linear_forward`.
-    """
-    from pallas_kernels.attention import mosaic_backward
-    from pallas_kernels.fp8 import layers
-
-    batch, length, _, heads, head_dim = qkv_BT3HD.shape
-    arrays, dtype = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.dtype
-    if not mosaic_backward.stores_fp8(batch, length, heads):
-        (dqkv_BT3HD,), *sums = _attention_backward(*arrays)
-        dqkv_NO = dqkv_BT3HD.reshape(batch * length, 3 * heads * head_dim)
-        return *layers.linear_backward(operands, dqkv_NO), *sums
-    scale = _scale_of_gradient(dout_BTHD.reshape(batch * length, heads * head_dim))
-    (rows, transposed), *sums = _attention_backward(*arrays, scale.value)
-    shape = batch * length, 3 * heads * head_dim
-    count("output_gradient", rows)
-    dqkv = Scaled(rows.reshape(shape), transposed.reshape(shape[::-1]), scale)
-    return *layers.linear_gradients(operands, dqkv, dtype), *sums
-
-
-def _scale_of_gradient(dout_NC):
+def _scale_of_gradient(dout_NC, numerics: Fp8) -> Scale:
     """Return the scale of dqkv."""
-    from pallas_kernels.fp8.layers import ACTIVATION_SCALE
-
     n, c = dout_NC.shape
     sample = dout_NC.reshape(n, c // GROUP, GROUP)[:, :, :SAMPLED] if c % GROUP == 0 else dout_NC
     scale = scale_for(jnp.abs(sample).max(), E5M2, QKV_HEADROOM)
-    return Scale(scale, 1 / scale, 1 / (ACTIVATION_SCALE * scale))
+    return Scale.of(scale, numerics.activation_scale)
 
 
 def _attention_backward(*arrays):

@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels.fp8.conversion import stochastic_e5m2
+from pallas_kernels.gemm.operands import stochastic_e5m2
 
 Number = float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -276,7 +276,7 @@ def classify_to_fp8(
     """Return losses_N in fp32, and dlogits_NV · scale in float8_e5m2.
 
     dlogits · scale is clipped to the largest e5m2 number and rounded stochastically
-    (`fp8.stochastic_e5m2`). The probability of a vocabulary entry varies little between rows, so
+    (`gemm.stochastic_e5m2`). The probability of a vocabulary entry varies little between rows, so
     errors of rounding to the nearest number would add up in sums over rows. The Triton kernel reads
     each row once from memory and converts in registers. The results have no derivative.
 

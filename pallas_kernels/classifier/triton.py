@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.fp8.triton_e5m2 import block_to_e5m2, noise_mask, to_e5m2
+from pallas_kernels.gemm.triton_e5m2 import block_to_e5m2, noise_mask, to_e5m2
 from pallas_kernels.row_softmax.triton import LOG2E, LOWEST, block_columns, online, together
 
 # Two programs of 32 warps occupy an SM, and the rows stay in the L2 cache for the second read:

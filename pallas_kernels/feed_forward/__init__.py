@@ -27,35 +27,43 @@ Back ends:
         higher derivatives work. Any device.
 mosaic, triton and xla are differentiable once, in reverse mode.
 
+Numerics (pallas_kernels/gemm/numerics.py): in FP8, y and du are stored in both layouts, and the
+backward pass reads the derivative of GELU in e4m3, or of relu² the activation.
+
 Backward pass:
-    mosaic in `mlp`: one kernel computes dy w₂ᵀ, multiplies it by the derivative, and sums db. The
-        matmuls for dx and dw are XLA's.
-    mosaic in `linear_gelu`: the kernel of the matmul for dx computes du as the left operand, and
-        stores du for the matmul for dw. If the kernel's tiles do not divide I, xla computes both.
-    triton: one kernel computes du and db. With a precision of HIGH, which asks for TF32, it also
-        stores duᵀ for the matmul for dw (pallas_kernels.matmul), and in `mlp` yᵀ for dw₂.
+    mosaic in `mlp`: one kernel computes dy w₂ᵀ, multiplies it by the derivative, and sums db, where
+        its tiles divide the sizes.
+    triton, and mosaic in the other cases: one kernel computes du and db. In TF32 it also stores duᵀ
+        for the matmul for dw, and in `mlp` yᵀ for dw₂.
+XLA computes the other matmuls.
 """
 
 import dataclasses
 import functools
 import math
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
-from pallas_kernels.matmul import (
-    checked_linear,
-    sum_rows,
-    weight_gradient,
-    weight_gradient_of_transposed,
-    xla_matmul,
+from pallas_kernels._dispatch import BackEnd
+from pallas_kernels.feed_forward.activations import ACTIVATIONS
+from pallas_kernels.gemm.clipping import count, counted
+from pallas_kernels.gemm.numerics import (
+    Fp8,
+    Numerics,
+    NumericsFacts,
+    like,
+    numerics_of,
+    rows_of,
+    split_like,
 )
-from pallas_kernels.transpose import transpose_copy
+from pallas_kernels.gemm.operands import Operand, cotangent, exact, quantize, structure
+from pallas_kernels.gemm.sums import sum_rows
+from pallas_kernels.linear import checked_linear
 
 Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
@@ -65,6 +73,7 @@ def linear_gelu(
     w: Float[Array, "I O"],
     b: Float[Array, " O"],
     *,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
@@ -74,14 +83,16 @@ def linear_gelu(
         x: fp32, bf16 or fp16.
         w, b: of x's dtype or fp32. A w in fp32 is rounded to x's dtype, b is not rounded. The
             gradients have the dtypes of w and b and are summed in fp32.
+        numerics: "fp32", "tf32", "bf16", or None: follows the dtypes and `precision`.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
             and second derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
+        ValueError: wrong shapes, dtypes or numerics, or the named back end cannot run this call.
     """
-    return _linear("linear_gelu", "gelu", x, w, b, implementation, precision)
+    how = numerics_of("linear_gelu", numerics, precision)
+    return _linear("linear_gelu", "gelu", x, w, b, implementation, how)
 
 
 def linear_relu_squared(
@@ -89,6 +100,7 @@ def linear_relu_squared(
     w: Float[Array, "I O"],
     b: Float[Array, " O"] | None = None,
     *,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B O"]:
@@ -99,62 +111,81 @@ def linear_relu_squared(
 
     The other arguments and the errors are as in `linear_gelu`.
     """
-    return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, precision)
+    how = numerics_of("linear_relu_squared", numerics, precision)
+    return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, how)
 
 
 def mlp(
-    x: Float[Array, "*B I"] | Fp8Rows,
+    x: Float[Array, "*B I"] | Operand,
     w: Float[Array, "I O"],
     b: Float[Array, " O"],
     w2: Float[Array, "O C"],
     *,
-    fp8: bool = False,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
     """Compute linear_gelu(x, w, b) w2, rounded once more to x's dtype.
 
-    XLA computes the second matmul. With "mosaic" and C a multiple of 64, one kernel computes
-    dy w₂ᵀ and the gradient of the activation. With "triton" in fp32 and a precision of HIGH, the
-    kernel for du also recomputes the hidden layer, transposed for dw₂, so only x w is saved.
-
     Args:
+        x: as in `linear_gelu`, or the `Operand` of a norm with the same numerics.
         w2: of x's dtype, or fp32, which is rounded to x's dtype.
-        fp8: whether the matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/layers.py), with "auto", "mosaic" or "xla". x may then be the
-            `Fp8Rows` of `layer_norm(fp8_scale=ACTIVATION_SCALE)`.
+        numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
+            the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
 
     The other arguments and the errors are as in `linear_gelu`.
     """
-    given, x = x, rows_of(x)
-    _check("mlp", x, w, b)
-    if w2.ndim != 2 or w2.shape[0] != w.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
-        raise ValueError(
-            f"mlp: expected w2 (O, C) with O={w.shape[1]}, of x's dtype or float32, got {w2.shape} "
-            f"in {w2.dtype}"
-        )
-    if fp8:
-        from pallas_kernels.fp8 import layers
+    numerics = numerics_of("mlp", numerics, precision, Fp8())
+    return _checked_mlp(x, w, b, w2, "gelu", False, numerics, implementation)
 
-        how = {"implementation": implementation, "precision": precision}
-        return layers.activated_mlp(given, w, b, w2, **how)
-    n = math.prod(x.shape[:-1])
-    x_NI = x.reshape(n, x.shape[-1])
-    backend = _select("mlp", implementation, (x, w, b, w2))
-    options = Options("gelu", backend, precision)
-    one_kernel = options.backend == "mosaic" and _why_not_tiles(n, w2.shape[1], w2.shape[0]) is None
-    if one_kernel or (options.in_passes(x.dtype) and precision == jax.lax.Precision.HIGH):
-        y_NC = _calls.differentiable("mlp", _mlp, x_NI, w, b, w2, options)
-    else:
-        y_NO = _linear("mlp", "gelu", x_NI, w, b, options.backend, precision)
-        second = "reference" if options.backend == "reference" else "xla"
-        y_NC = checked_linear("mlp", y_NO, w2, None, second, precision)
+
+def activated_mlp(
+    x: Float[Array, "*B I"] | Operand,
+    w: Float[Array, "_ _"],
+    b: Float[Array, " O"] | None,
+    w2: Float[Array, "O C"],
+    *,
+    activation: str = "gelu",
+    output_major: bool = False,
+    numerics: str | Numerics | None = None,
+    implementation: Implementation | str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*B C"]:
+    """Compute a(x w + b) w2 in x's dtype.
+
+    Args:
+        b: None for no bias.
+        activation: "gelu" or "relu_squared".
+        output_major: whether w is (O, I).
+
+    The other arguments and the errors are as in `mlp`.
+    """
+    numerics = numerics_of("mlp", numerics, precision, Fp8())
+    return _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation)
+
+
+def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation):
+    given, x = x, exact(x)
+    w_IO = w.T if output_major else w
+    _check("mlp", x, w_IO, b)
+    if w2.ndim != 2 or w2.shape[0] != w_IO.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
+        raise ValueError(
+            f"mlp: expected w2 (O, C) with O={w_IO.shape[1]}, of x's dtype or float32, got "
+            f"{w2.shape} in {w2.dtype}"
+        )
+    backend = _select("mlp", implementation, (x, w_IO, b, w2), numerics)
+    if backend == "reference":
+        y = reference(x, w_IO, b, activation=activation).astype(x.dtype)
+        return checked_linear("mlp", y, w2, None, "reference", numerics)
+    options = Options(activation, backend, numerics, output_major, implementation)
+    f = counted("mlp", _mlp, numerics.quantized)
+    y_NC = _calls.differentiable("mlp", f, rows_of(given), w, b, w2, options)
     return y_NC.reshape(*x.shape[:-1], w2.shape[1])
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts(NumericsFacts):
     """Properties of a call on which the choice of a back end depends."""
 
     dtype: jax.typing.DTypeLike
@@ -163,26 +194,29 @@ class Facts:
     outputs: int
 
 
+def _why_not_kernels(call: Facts) -> str | None:
+    if call.numerics.hidden("gelu", call.dtype) is None:
+        return f"has no kernels for {call.numerics.name} matmuls"
+    return call.numerics.why_not()
+
+
 def _why_not_mosaic(call: Facts) -> str | None:
-    return (
-        _dispatch.why_not_mosaic()
-        or _dispatch.why_not_16_bit(call.dtype)
-        or _why_not_tiles(call.rows, call.inputs, call.outputs)
-    )
+    if (why := _dispatch.why_not_mosaic() or _why_not_kernels(call)) is not None:
+        return why
+    itemsize = jnp.dtype(call.numerics.hidden("gelu", call.dtype).dtype).itemsize
+    if itemsize > 1 and (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
+        return why
+    from pallas_kernels.gemm import mosaic
+
+    return mosaic.why_not(call.rows, call.outputs, call.inputs, itemsize)
 
 
 def _why_not_triton(call: Facts) -> str | None:
-    if (why := _dispatch.why_not_triton()) is not None:
+    if (why := _dispatch.why_not_triton() or _why_not_kernels(call)) is not None:
         return why
     if jnp.dtype(call.dtype) == jnp.float32:
         return None
     return _dispatch.why_not_16_bit(call.dtype, "float32, ")
-
-
-def _why_not_tiles(n: int, i: int, o: int) -> str | None:
-    from pallas_kernels.feed_forward import mosaic
-
-    return mosaic.why_not(n, i, o)
 
 
 _dispatch.register(
@@ -192,14 +226,14 @@ _dispatch.register(
     back_ends=[
         BackEnd("mosaic", _why_not_mosaic, custom=True),
         BackEnd("triton", _why_not_triton, custom=True),
-        XLA,
-        REFERENCE,
+        BackEnd("xla", NumericsFacts.why_not),
+        BackEnd("reference", NumericsFacts.why_not_reference),
     ],
     facts=Facts,
 )
 
 
-def _select(operation, implementation, arrays):
+def _select(operation, implementation, arrays, numerics):
     x, w, *_ = arrays
     return _dispatch.select(
         operation,
@@ -209,6 +243,7 @@ def _select(operation, implementation, arrays):
         rows=math.prod(x.shape[:-1]),
         inputs=w.shape[0],
         outputs=w.shape[1],
+        numerics=numerics,
     )
 
 
@@ -219,30 +254,6 @@ def reference(x, w, b=None, *, activation: str = "gelu"):
     if b is not None:
         u = u + b.astype(jnp.float32).reshape((1,) * (u.ndim - 1) + (-1,))
     return jax.nn.gelu(u, approximate=True) if activation == "gelu" else jnp.square(jax.nn.relu(u))
-
-
-# -------------------------------------------------------------------------------------- activations
-
-# gelu(u) = u·σ(v) and v = GELU_1·u + GELU_3·u³.
-GELU_1 = 2 * (2 / jnp.pi) ** 0.5
-GELU_3 = 0.044715 * GELU_1
-LOG2_E = 1.4426950408889634
-
-
-def _gelu(u):
-    """Return gelu(u) = u·σ and gelu'(u) = σ + u·σ·(1 − σ)·v' with σ = σ(v), in fp32."""
-    u2 = u * u
-    sigma = 0.5 * jnp.tanh(u * (u2 * (GELU_3 / 2) + GELU_1 / 2)) + 0.5
-    y = u * sigma
-    return y, (y - y * sigma) * (u2 * (3 * GELU_3) + GELU_1) + sigma
-
-
-def _relu_squared(u):
-    r = jnp.maximum(u, 0)
-    return r * r, 2 * r
-
-
-ACTIVATIONS = {"gelu": _gelu, "relu_squared": _relu_squared}
 
 
 # --------------------------------------------------------------------------------------------- rule
@@ -256,173 +267,227 @@ class Options:
     """A name in `ACTIVATIONS`."""
     backend: str
     """Not "reference"."""
-    precision: jax.lax.PrecisionLike
-    """Precision of fp32 matmuls."""
+    numerics: Numerics
+    output_major: bool = False
+    """Whether w is (O, I)."""
+    implementation: str = "auto"
+    """Back end of a call that is not differentiated, if its numerics differ."""
 
-    @property
-    def operation(self) -> str:
-        """Name of the public function, for errors."""
-        return f"linear_{self.activation}"
+    def hidden(self, dtype):
+        """Return how kernels store the hidden layer."""
+        return self.numerics.hidden(self.activation, dtype)
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether XLA computes the matmul and Triton kernels compute bias and activation: in fp32.
+        """Whether XLA computes the matmul and Triton kernels compute bias and activation, from x w
+        in memory: in fp32. In other dtypes the Triton kernel includes the matmul."""
+        return self.backend == "triton" and dtype == jnp.float32 and not self.numerics.quantized
 
-        In other dtypes the Triton kernel includes the matmul.
-        """
-        return self.backend == "triton" and dtype == jnp.float32
+    def call(self, kernel: Callable, *args: Any, **static: Any) -> Any:
+        """Call a function that launches kernels."""
+        name = f"linear_{self.activation}"
+        return _calls.looped(name, functools.partial(kernel, **static))(*args)
 
 
-def _linear(kernel, activation, x, w, b, implementation, precision):
+def _linear(kernel, activation, x, w, b, implementation, numerics):
     _check(kernel, x, w, b)
-    n = math.prod(x.shape[:-1])
-    backend = _select(kernel, implementation, (x, w, b))
+    backend = _select(kernel, implementation, (x, w, b), numerics)
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
-    options = Options(activation, backend, precision)
-    y_NO = _calls.differentiable(kernel, _activated, x.reshape(n, x.shape[-1]), w, b, options)
+    options = Options(activation, backend, numerics)
+    y_NO = _calls.differentiable(kernel, _activated, rows_of(x), w, b, options)
     return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _activated(x_NI, w_IO, b_O, options: Options):
-    return forward(x_NI, w_IO, b_O, options, save=False)[0]
+    numerics = options.numerics
+    operands = numerics.activation(x_NI), numerics.weight(w_IO)
+    return _hidden(options, *operands, b_O, x_NI.dtype, save=False)[0].rows
 
 
 def _activated_forward(x_NI, w_IO, b_O, options):
-    y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
-    return y_NO, (x_NI, w_IO, b_O, saved_NO)
+    x, w = options.numerics.activation(x_NI), options.numerics.weight(w_IO)
+    y, saved_NO = _hidden(options, x, w, b_O, x_NI.dtype)
+    return y.rows, (x, w, like(w_IO), b_O, saved_NO)
 
 
-def backward(options: Options, saved: tuple, dy_NO):
-    """Return (dx, dw, db) from (x, w, b) and the array that `forward` saved.
-
-    db is None without b.
-    """
-    x_NI, w_IO, b_O, saved_NO = saved
-    if options.in_passes(dy_NO.dtype):
-        return _backward_passes(options, x_NI, w_IO, b_O, saved_NO, dy_NO)[:3]
-    dx_NI, du_NO, db_O = _activation_backward(
-        dy_NO, saved_NO, w_IO.astype(dy_NO.dtype), options, bias=b_O is not None
-    )
-    dw_IO = weight_gradient(x_NI, du_NO, precision=options.precision)
-    return dx_NI, dw_IO.astype(w_IO.dtype), None if b_O is None else db_O.astype(b_O.dtype)
+def _activated_backward(options, saved, dy_NO):
+    x, w, w_like, b_O, saved_NO = saved
+    numerics = options.numerics
+    du, db_O, _ = _hidden_gradient(options, dy_NO, saved_NO, b_O)
+    dx_NI = numerics.input_gradient(du, w, dy_NO.dtype)
+    dw_IO = numerics.weight_gradient(x, du)
+    return dx_NI, split_like(dw_IO, w_like), None if b_O is None else db_O.astype(b_O.dtype)
 
 
-_activated.defvjp(_activated_forward, backward)
+_activated.defvjp(_activated_forward, _activated_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _mlp(x_NI, w_IO, b_O, w2_OC, options: Options):
-    (y_NO,) = forward(x_NI, w_IO, b_O, options, save=False)
-    return xla_matmul(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
+def _mlp(x_NI, w, b_O, w2_OC, options: Options):
+    numerics, x_NI = options.numerics, exact(x_NI)
+    if numerics.quantized:
+        # The Mosaic kernel without FP8 does not support fp32. "auto" tries it first.
+        named = "auto" if options.implementation == "mosaic" else options.implementation
+        how = options.activation, options.output_major, numerics.plain, named
+        return _checked_mlp(x_NI, w, b_O, w2_OC, *how)
+    operands = numerics.activation(x_NI), numerics.weight(w, options.output_major)
+    y, _ = _hidden(options, *operands, b_O, x_NI.dtype, save=False)
+    return numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)
 
 
-def _mlp_forward(x_NI, w_IO, b_O, w2_OC, options):
-    y_NO, saved_NO = forward(x_NI, w_IO, b_O, options, save=True)
-    y_NC = xla_matmul(y_NO, w2_OC.astype(y_NO.dtype), precision=options.precision, dtype=y_NO.dtype)
-    # y is not saved if the backward pass recomputes it.
-    return y_NC, (x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO if options.backend == "mosaic" else None)
+def _mlp_forward(x_NI, w, b_O, w2_OC, options):
+    numerics, dtype = options.numerics, exact(x_NI).dtype
+    x, w2 = numerics.activation(x_NI), numerics.weight(w2_OC)
+    w_operand = numerics.weight(w, options.output_major)
+    y, saved_NO = _hidden(options, x, w_operand, b_O, dtype)
+    count("hidden", y.rows)
+    y_NC = numerics.product(y, w2, dtype)
+    # In TF32, y is not saved: the backward pass recomputes it.
+    y = None if _recomputes(options, dtype) else y.only("k_major")
+    operands = x.only("k_major"), w_operand.only("rows"), y, w2.only("rows")
+    likes = like((w, w2_OC)), b_O, structure(x_NI)
+    return y_NC, (operands, saved_NO, likes)
+
+
+def _recomputes(options: Options, dtype) -> bool:
+    return options.in_passes(dtype) and getattr(options.numerics, "tf32", False)
 
 
 def _mlp_backward(options, saved, dy_NC):
-    x_NI, w_IO, b_O, w2_OC, saved_NO, y_NO = saved
-    if options.backend == "mosaic":
-        du_NO, db_O = _mlp_du(dy_NC, w2_OC.astype(dy_NC.dtype), saved_NO)
-        dx_NI = jnp.matmul(du_NO, w_IO.astype(dy_NC.dtype).T, precision=options.precision)
-        dw_IO, dw2_OC = (
-            weight_gradient(*pair, precision=options.precision)
-            for pair in ((x_NI, du_NO), (y_NO, dy_NC))
-        )
-        return dx_NI, dw_IO.astype(w_IO.dtype), db_O.astype(b_O.dtype), dw2_OC.astype(w2_OC.dtype)
-    dy_NO = jnp.matmul(dy_NC, w2_OC.T, precision=options.precision)
-    dx_NI, dw_IO, db_O, y_ON = _backward_passes(
-        options, x_NI, w_IO, b_O, saved_NO, dy_NO, y_transposed=True
-    )
-    return dx_NI, dw_IO, db_O, weight_gradient_of_transposed(y_ON, transpose_copy(dy_NC))
+    (x, w, y, w2), saved_NO, ((w_like, w2_like), b_O, x_like) = saved
+    numerics, dtype = options.numerics, dy_NC.dtype
+    dy = numerics.gradient(dy_NC)
+    stored = options.hidden(dtype)
+    if options.backend == "mosaic" and _why_not_du(dy, w2) is None:
+        from pallas_kernels.feed_forward import mosaic
 
-
-def _mlp_du(dy_NC, w2_OC, derivative_NO):
-    """Return (du, db)."""
-    from pallas_kernels.feed_forward import mosaic
-
-    return _calls.looped("mlp", mosaic.mlp_du)(dy_NC, w2_OC, derivative_NO)
+        w2_OC = w2.rows.astype(dy.rows.dtype) if dy.rows.dtype == dtype else w2.rows
+        scale = None if dy.scale is None else dy.scale.value
+        factors = numerics.factors(dy, w2) if stored.k_major else ()
+        static = {"stored": stored, "bias": b_O is not None}
+        arrays = dy.rows, w2_OC, saved_NO, factors, scale
+        du_NO, du_ON, db_O = options.call(mosaic.du, *arrays, **static)
+        du, y_again = Operand(du_NO, du_ON, dy.scale), None
+    else:
+        dh_NO = numerics.input_gradient(dy, w2, dtype)
+        du, db_O, y_again = _hidden_gradient(options, dh_NO, saved_NO, b_O, dy, y is None)
+    count("hidden_gradient", du.rows)
+    dx_NI = numerics.input_gradient(du, w, dtype)
+    dw = numerics.weight_gradient(x, du, options.output_major)
+    dw2_OC = numerics.weight_gradient(y_again if y is None else y, dy)
+    db_O = None if b_O is None else db_O.astype(b_O.dtype)
+    gradients = dw.astype(w_like.dtype), db_O, dw2_OC.astype(w2_like.dtype)
+    return cotangent(dx_NI, x_like), *gradients
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
 
 
-def _backward_passes(options, x_NI, w_IO, b_O, xw_NO, dy_NO, *, y_transposed=False):
-    """Return (dx, dw, db, yᵀ) if `options.in_passes`; yᵀ is None without `y_transposed`."""
-    from pallas_kernels.feed_forward import triton
+def _why_not_du(dy: Operand, w2: Operand) -> str | None:
+    from pallas_kernels.gemm import mosaic
 
-    tf32 = options.precision == jax.lax.Precision.HIGH
-    kernel = functools.partial(
-        triton.activation_backward,
-        activation=options.activation,
-        du_transposed=tf32,
-        y_transposed=y_transposed,
-    )
-    du_NO, du_ON, y_ON, db_O = _calls.looped(options.operation, kernel)(dy_NO, xw_NO, b_O)
-    dx_NI = jnp.matmul(du_NO, w_IO.T, precision=options.precision)
-    if tf32:
-        return dx_NI, weight_gradient_of_transposed(transpose_copy(x_NI), du_ON), db_O, y_ON
-    return dx_NI, weight_gradient(x_NI, du_NO, precision=options.precision), db_O, y_ON
+    (n, c), o = dy.rows.shape, w2.rows.shape[0]
+    return mosaic.why_not(n, o, c, dy.rows.dtype.itemsize)
 
 
-def forward(x_NI, w_IO, b_O, options: Options, *, save: bool):
-    """Return (y, the array that `backward` needs), or (y,) without `save`.
-
-    The array is the derivative of the activation, or x w if `options.in_passes`.
-    """
-    w_IO, b_O = w_IO.astype(x_NI.dtype), None if b_O is None else b_O.astype(jnp.float32)
-    if options.in_passes(x_NI.dtype):
-        from pallas_kernels.feed_forward import triton
-
-        xw_NO = xla_matmul(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
-        kernel = functools.partial(triton.activated, activation=options.activation)
-        y_NO = _calls.looped(options.operation, kernel)(xw_NO, b_O)
-        return (y_NO, xw_NO) if save else (y_NO,)
-    if options.backend == "xla":
-        u_NO = xla_matmul(x_NI, w_IO, precision=options.precision, dtype=jnp.float32)
-        u_NO = u_NO if b_O is None else u_NO + b_O[None, :]
-        return tuple(
-            result.astype(x_NI.dtype)
-            for result in ACTIVATIONS[options.activation](u_NO)[: 1 + save]
-        )
-
-    def kernel(x_NI, w_IO, b_O):
-        if options.backend == "mosaic":
-            from pallas_kernels.feed_forward import mosaic
-
-            b_O = jnp.zeros(w_IO.shape[1], jnp.float32) if b_O is None else b_O
-            return mosaic.forward(x_NI, w_IO, b_O, ACTIVATIONS[options.activation], save=save)
-        from pallas_kernels.feed_forward import triton
-
-        return triton.forward(x_NI, w_IO, b_O, options.activation, save=save)
-
-    return _calls.looped(options.operation, kernel)(x_NI, w_IO, b_O)
-
-
-def _activation_backward(dy_NO, derivative_NO, w_IO, options, *, bias):
-    """Return (dx, du, db in fp32)."""
+def _hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
+    """Return the operand of y = a(x w + b), and the array that `_hidden_gradient` reads: the
+    derivative, y, or x w if `options.in_passes`; None without `save`."""
+    numerics, stored = options.numerics, options.hidden(dtype)
+    b_O = None if b_O is None else b_O.astype(jnp.float32)
     if options.backend == "mosaic":
-        from pallas_kernels.feed_forward import mosaic_backward
+        from pallas_kernels.feed_forward import mosaic
 
-        if mosaic_backward.backward_tiles(dy_NO.shape[0], *w_IO.shape) is not None:
-            kernel = _calls.looped(
-                options.operation, functools.partial(mosaic_backward.backward, bias=bias)
-            )
-            return kernel(dy_NO, derivative_NO, w_IO)
+        static = {"activation": options.activation, "stored": stored, "save": save}
+        if stored.k_major:
+            arrays = x.rows, w.k_major, b_O, numerics.factors(x, w)
+            y_NO, y_ON, saved_NO = options.call(mosaic.activated, *arrays, **static, k_major=True)
+        else:
+            w_IO = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
+            y_NO, y_ON, saved_NO = options.call(mosaic.activated, x.rows, w_IO, b_O, (), **static)
+        saved_NO = y_NO if save and saved_NO is None else saved_NO
+        return Operand(y_NO, y_ON, factor=stored.scale), saved_NO
     if options.backend == "triton":
         from pallas_kernels.feed_forward import triton
 
-        du_NO, db_O = _calls.looped(options.operation, functools.partial(triton.scaled, bias=bias))(
-            dy_NO, derivative_NO
-        )
+        if options.in_passes(dtype):
+            xw_NO = numerics.product(x, w, jnp.float32)
+            y_NO = options.call(triton.activated, xw_NO, b_O, activation=options.activation)
+            return Operand(y_NO), xw_NO
+        if stored.k_major:
+            from pallas_kernels.feed_forward import triton_fp8
+
+            static = {"activation": options.activation, "stored": stored}
+            u_NO = numerics.product(x, w, dtype)
+            y_NO, y_ON, saved_NO = options.call(triton_fp8.activated, u_NO, b_O, **static)
+            return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
+        w_IO = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
+        static = {"activation": options.activation, "save": save}
+        y_NO, *saved = options.call(triton.forward, x.rows, w_IO, b_O, **static)
+        return Operand(y_NO), saved[0] if saved else None
+    in_16_bits = stored is None or stored.k_major
+    u_NO = numerics.product(x, w, dtype if in_16_bits else jnp.float32).astype(jnp.float32)
+    y_NO, derivative_NO = ACTIVATIONS[options.activation](u_NO if b_O is None else u_NO + b_O[None])
+    y_NO = y_NO.astype(dtype)
+    if stored is None:
+        return numerics.activation(y_NO, "hidden"), derivative_NO.astype(dtype)
+    if not stored.k_major:
+        return Operand(y_NO), derivative_NO.astype(dtype)
+    q = quantize(y_NO, stored.scale, stored.dtype, transposed=True)
+    if stored.saved_dtype is None:
+        saved_NO = q.rows
     else:
-        du_NO = dy_NO.astype(jnp.float32) * derivative_NO.astype(jnp.float32)
-        du_NO, db_O = du_NO.astype(dy_NO.dtype), sum_rows(du_NO) if bias else None
-    return jnp.matmul(du_NO, w_IO.T, precision=options.precision), du_NO, db_O
+        saved_NO = (derivative_NO * stored.saved_scale).astype(stored.saved_dtype)
+    return Operand(q.rows, q.transposed, factor=stored.scale), saved_NO
+
+
+def _hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_again=False):
+    """Return du = dh · a'(u) as an operand, db in fp32 or None, and the operand of y or None.
+
+    Args:
+        saved_NO: from `_hidden`.
+        dy: operand of the MLP's gradient, whose scale is that of du.
+        y_again: whether to recompute y.
+    """
+    numerics, dtype, bias = options.numerics, dh_NO.dtype, b_O is not None
+    stored = options.hidden(dtype)
+    if options.in_passes(dtype):
+        from pallas_kernels.feed_forward import triton
+
+        static = {"du_transposed": numerics.tf32, "y_transposed": y_again}
+        static |= {"activation": options.activation}
+        b_O = b_O if b_O is None else b_O.astype(jnp.float32)
+        arrays = dh_NO, saved_NO, b_O
+        du_NO, du_ON, y_ON, db_O = options.call(triton.activation_backward, *arrays, **static)
+        return Operand(du_NO, du_ON), db_O, Operand(None, y_ON)
+    # `linear_gelu` on Hopper has a matmul in Mosaic, and this pass in Triton.
+    in_triton = options.backend == "triton" or (
+        options.backend == "mosaic" and _dispatch.why_not_triton() is None
+    )
+    if in_triton and stored.k_major:
+        from pallas_kernels.feed_forward import triton_fp8
+
+        arrays, static = (dh_NO, saved_NO, dy.scale.value), {"stored": stored, "bias": bias}
+        du_NO, du_ON, db_O = options.call(triton_fp8.activated_backward, *arrays, **static)
+        return Operand(du_NO, du_ON, dy.scale), db_O, None
+    if in_triton:
+        from pallas_kernels.feed_forward import triton
+
+        du_NO, db_O = options.call(triton.scaled, dh_NO, saved_NO, bias=bias)
+        return Operand(du_NO), db_O, None
+    derivative_NO = saved_NO.astype(jnp.float32)
+    if stored is not None and stored.k_major:
+        derivative_NO = stored.derivative(derivative_NO) / stored.derivative_scale
+    exact_NO = dh_NO.astype(jnp.float32) * derivative_NO
+    du_NO = exact_NO.astype(dtype)
+    db_O = sum_rows(du_NO if numerics.quantized else exact_NO) if bias else None
+    if stored is None:
+        return numerics.gradient(du_NO), db_O, None
+    if not stored.k_major:
+        return Operand(du_NO), db_O, None
+    q = quantize(du_NO, dy.scale.value, stored.gradient_dtype, transposed=True)
+    return Operand(q.rows, q.transposed, dy.scale), db_O, None
 
 
 def _check(name, x, w, b):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.feed_forward import GELU_1, GELU_3, LOG2_E
+from pallas_kernels.feed_forward.activations import GELU_1, GELU_3, LOG2_E
 
 LINEAR, CUBIC, LOG2_E = tl.constexpr(GELU_1), tl.constexpr(GELU_3), tl.constexpr(LOG2_E)
 

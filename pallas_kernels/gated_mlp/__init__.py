@@ -16,7 +16,8 @@ of 2·F columns: the two projections are one matmul, in both passes.
 
 The forward pass saves x and [g | u] in x's dtype. The backward pass recomputes h in the pass that
 reads g and u. Arithmetic between matmuls is fp32 in every dtype; g, u, h, dg, du and y are rounded
-once.
+once. In FP8 (pallas_kernels/gemm/numerics.py), x, h and [dg | du] are stored in FP8 for the
+matmuls; [w_gate | w_up] have one scale.
 
 Back ends, which differ in the operations between the matmuls. XLA computes the matmuls:
     triton: one kernel for h, and one for dg, du and h. NVIDIA GPUs from Ampere on.
@@ -27,7 +28,6 @@ triton and xla are differentiable once, in reverse mode.
 """
 
 import functools
-import math
 from typing import Literal
 
 import jax
@@ -35,65 +35,79 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._dispatch import TRITON, XLA, BackEnd
-from pallas_kernels.fp8.conversion import Fp8Rows, rows_of
-from pallas_kernels.matmul import (
-    Facts,
-    joined,
+from pallas_kernels._dispatch import BackEnd
+from pallas_kernels.gemm.clipping import count, counted
+from pallas_kernels.gemm.numerics import (
+    Fp8,
+    Numerics,
+    NumericsFacts,
+    like,
+    numerics_of,
+    rows_of,
     split_like,
-    weight_gradient,
-    why_not_fp8,
-    xla_matmul,
 )
+from pallas_kernels.gemm.operands import Operand, cotangent, exact, quantize, structure
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
+
+def _why_not_triton(call: NumericsFacts) -> str | None:
+    if (why := _dispatch.why_not_triton()) is not None:
+        return why
+    if call.numerics.hidden("silu", jnp.float32) is None:
+        return f"has no kernels for {call.numerics.name} matmuls"
+    return call.numerics.why_not()
+
+
 _dispatch.register(
-    "swiglu", back_ends=[TRITON, XLA, BackEnd("reference", why_not_fp8)], facts=Facts
+    "swiglu",
+    back_ends=[
+        BackEnd("triton", _why_not_triton, custom=True),
+        BackEnd("xla", NumericsFacts.why_not),
+        BackEnd("reference", NumericsFacts.why_not_reference),
+    ],
+    facts=NumericsFacts,
 )
 
 
 def swiglu(
-    x: Float[Array, "*B I"] | Fp8Rows,
+    x: Float[Array, "*B I"] | Operand,
     w_gate: Float[Array, "I F"],
     w_up: Float[Array, "I F"],
     w_down: Float[Array, "F C"],
     *,
-    fp8: bool = False,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*B C"]:
     """Compute (silu(x w_gate) · (x w_up)) w_down in x's dtype.
 
     Args:
-        x: fp32, bf16 or fp16.
+        x: fp32, bf16 or fp16; or the `Operand` of a norm with the same numerics.
         w_gate, w_up, w_down: of x's dtype, or fp32, which is rounded to x's dtype. The gradients
             have the dtypes of the weights and are summed in fp32.
-        fp8: whether the matmuls are in FP8 where the call is differentiated
-            (pallas_kernels/fp8/gated.py); not with "reference". x may then be the `Fp8Rows` of
-            `rms_norm(fp8_scale=ACTIVATION_SCALE)`.
+        numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
+            the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: wrong shapes or dtypes, or the named back end cannot run here.
+        ValueError: wrong shapes, dtypes or numerics, or the named back end cannot run here.
     """
-    given, x = x, rows_of(x)
+    given, x = x, exact(x)
     _check(x, w_gate, w_up, w_down)
-    if fp8:
-        from pallas_kernels.fp8 import gated
-
-        how = {"implementation": implementation, "precision": precision}
-        return gated.swiglu(given, w_gate, w_up, w_down, **how)
-    backend = _dispatch.select("swiglu", implementation, arrays=(x, w_gate, w_up, w_down))
-    x_NI = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    how = numerics_of("swiglu", numerics, precision, Fp8())
+    arrays = (x, w_gate, w_up, w_down)
+    backend = _dispatch.select("swiglu", implementation, arrays=arrays, numerics=how)
     if backend == "reference":
-        y_NC = reference(x_NI, w_gate, w_up, w_down).astype(x.dtype)
+        y_NC = reference(x, w_gate, w_up, w_down).astype(x.dtype)
     else:
-        y_NC = _calls.differentiable(
-            "swiglu", _swiglu, x_NI, (w_gate, w_up), w_down, backend, precision
+        f, args = (
+            counted("swiglu", _swiglu, how.quantized),
+            (rows_of(given), (w_gate, w_up), w_down),
         )
+        y_NC = _calls.differentiable("swiglu", f, *args, backend, how)
     return y_NC.reshape(*x.shape[:-1], w_down.shape[1])
 
 
@@ -105,30 +119,72 @@ def reference(x, w_gate, w_up, w_down):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _swiglu(x_NI, w_gate_up, w_down_FC, backend, precision):
-    return _forward(x_NI, w_gate_up, w_down_FC, backend, precision)[0]
+def _swiglu(x_NI, w_gate_up, w_down_FC, backend, numerics):
+    return _forward(exact(x_NI), w_gate_up, w_down_FC, backend, numerics.plain)[0]
 
 
-def _forward(x_NI, w_gate_up, w_down_FC, backend, precision):
-    how = {"precision": precision, "dtype": x_NI.dtype}
-    gu_N2F = xla_matmul(x_NI, joined(w_gate_up, x_NI.dtype), **how)
-    y_NC = xla_matmul(activated(gu_N2F, backend), w_down_FC.astype(x_NI.dtype), **how)
-    return y_NC, (x_NI, w_gate_up, w_down_FC, gu_N2F)
+def _forward(x_NI, w_gate_up, w_down_FC, backend, numerics):
+    dtype = exact(x_NI).dtype
+    x, w = numerics.activation(x_NI), numerics.weight(w_gate_up)
+    w_down = numerics.weight(w_down_FC)
+    gu_N2F = numerics.product(x, w, dtype)
+    h = _hidden(gu_N2F, backend, numerics)
+    count("hidden", h.rows)
+    y_NC = numerics.product(h, w_down, dtype)
+    operands = x.only("k_major"), w.only("rows"), w_down.only("rows")
+    return y_NC, (operands, gu_N2F, like((w_gate_up, w_down_FC)), structure(x_NI))
 
 
-def _backward(backend, precision, saved, dy_NC):
-    x_NI, w_gate_up, w_down_FC, gu_N2F = saved
-    matmul = functools.partial(jnp.matmul, precision=precision)
-    dh_NF = matmul(dy_NC, w_down_FC.astype(dy_NC.dtype).T)
-    dgu_N2F, h_NF = activated_backward(gu_N2F, dh_NF, backend)
-    dx_NI = matmul(dgu_N2F, joined(w_gate_up, dy_NC.dtype).T)
-    dw_I2F, dw_down_FC = (
-        weight_gradient(*pair, precision=precision) for pair in ((x_NI, dgu_N2F), (h_NF, dy_NC))
-    )
-    return dx_NI, split_like(dw_I2F, w_gate_up), dw_down_FC.astype(w_down_FC.dtype)
+def _backward(backend, numerics, saved, dy_NC):
+    (x, w, w_down), gu_N2F, (w_like, w_down_like), x_like = saved
+    dy = numerics.gradient(dy_NC)
+    dh_NF = numerics.input_gradient(dy, w_down, dy_NC.dtype)
+    dgu, h = _hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
+    count("hidden_gradient", dgu.rows)
+    dx_NI = numerics.input_gradient(dgu, w, dy_NC.dtype)
+    dw = split_like(numerics.weight_gradient(x, dgu), w_like)
+    dw_down_FC = numerics.weight_gradient(h, dy).astype(w_down_like.dtype)
+    return cotangent(dx_NI, x_like), dw, dw_down_FC
 
 
 _swiglu.defvjp(_forward, _backward)
+
+
+def _hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
+    """Return the operand of h; only its rows if kernels store it in FP8."""
+    stored = numerics.hidden("silu", gu_N2F.dtype)
+    if backend == "triton" and stored.k_major:
+        from pallas_kernels.gated_mlp import triton_fp8
+
+        kernel = functools.partial(triton_fp8.activated, scale=stored.scale)
+        return Operand(_calls.looped("swiglu", kernel)(gu_N2F), factor=stored.scale)
+    h_NF = activated(gu_N2F, backend)
+    if stored is None:
+        return numerics.activation(h_NF, "hidden")
+    if not stored.k_major:
+        return Operand(h_NF)
+    return Operand(quantize(h_NF, stored.scale, stored.dtype).rows, factor=stored.scale)
+
+
+def _hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics):
+    """Return the operands of [dg | du] and of h, which the backward pass recomputes."""
+    stored = numerics.hidden("silu", gu_N2F.dtype)
+    if backend == "triton" and stored.k_major:
+        from pallas_kernels.gated_mlp import triton_fp8
+
+        kernel = functools.partial(triton_fp8.activated_backward, h_scale=stored.scale)
+        kernel = _calls.looped("swiglu", kernel)
+        dgu_N2F, dgu_2FN, h_FN = kernel(gu_N2F, dh_NF, dy.scale.value)
+        return Operand(dgu_N2F, dgu_2FN, dy.scale), Operand(None, h_FN, factor=stored.scale)
+    dgu_N2F, h_NF = activated_backward(gu_N2F, dh_NF, backend)
+    if stored is None:
+        return numerics.gradient(dgu_N2F), numerics.activation(h_NF, "hidden")
+    if not stored.k_major:
+        return Operand(dgu_N2F), Operand(h_NF)
+    dgu = quantize(dgu_N2F, dy.scale.value, stored.gradient_dtype, transposed=True)
+    h = quantize(h_NF, stored.scale, stored.dtype, rows=False, transposed=True)
+    h = Operand(None, h.transposed, factor=stored.scale)
+    return Operand(dgu.rows, dgu.transposed, dy.scale), h
 
 
 def activated(gu_N2F, backend: str):

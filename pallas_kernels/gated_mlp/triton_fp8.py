@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.fp8.triton_activation import clipped
+from pallas_kernels.feed_forward.triton_fp8 import clipped
 from pallas_kernels.gated_mlp.triton import WARPS, M, P, tile
 
 # Tile of the backward pass, which transposes three arrays in shared memory. Not tuned.

@@ -25,15 +25,16 @@ Back ends:
         work.
 fused and xla are differentiable once, in reverse mode.
 
-With `fp8`, the three matmuls of "fused" are in FP8 where the call is differentiated
-(pallas_kernels/lm_head/fp8.py). A call that is not differentiated, such as a call in evaluation,
-computes in x's dtype. A backward pass that recomputes dW computes dW in x's dtype.
+With numerics="fp8", the three matmuls of "fused" are in FP8 where the call is differentiated. The
+classifier stores dlogits in e5m2, and a separate pass transposes dlogits. A call that is not
+differentiated, such as a call in evaluation, computes in x's dtype. A backward pass that recomputes
+dW computes dW in x's dtype.
 """
 
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -45,14 +46,15 @@ from pallas_kernels.classifier import (
     SigmoidCap,
     checked_softcap,
     checked_targets,
+    classify_to_fp8,
     constant,
     fused_classifier,
     to_int32,
 )
 from pallas_kernels.classifier import reference as classifier_reference
-from pallas_kernels.fp8 import why_not_fp8
-from pallas_kernels.fp8.clipping import counted
-from pallas_kernels.lm_head.fp8 import HeadScales, chunk_gradients, quantized_head
+from pallas_kernels.gemm.clipping import count, counted
+from pallas_kernels.gemm.numerics import HEAD, Numerics, NumericsFacts, numerics_of
+from pallas_kernels.gemm.operands import Operand, transposed
 from pallas_kernels.transpose import transpose_copy
 
 # Default number of tokens in a chunk. On an H200 the head's matmul reaches 780 TFLOP/s in chunks of
@@ -61,42 +63,27 @@ CHUNK = 16384
 Implementation = Literal["auto", "fused", "xla", "reference"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """Properties of a call on which the choice of a back end depends."""
-
-    fp8: bool = False
-
-
-def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
+def _order(call: NumericsFacts, partitioned: bool) -> tuple[str, ...]:
     """Return the back ends, fastest first.
 
     "fused" is first if its classifier is a custom kernel and the compiler does not shard the
     arrays: chunks of sharded arrays would be moved between devices.
     """
-    if call.fp8:
+    if call.numerics.quantized:
         return ("fused",)
     if partitioned or _dispatch.why_not_triton() is not None:
         return ("xla",)
     return ("fused", "xla")
 
 
-def _why_not_fused(call: Facts) -> str | None:
-    return why_not_fp8() if call.fp8 else None
-
-
-def _why_not_fp8(call: Facts) -> str | None:
-    return "has no FP8 matmuls" if call.fp8 else None
-
-
 _dispatch.register(
     "linear_cross_entropy",
     back_ends=[
-        BackEnd("fused", _why_not_fused),
-        BackEnd("xla", _why_not_fp8),
-        BackEnd("reference", _why_not_fp8),
+        BackEnd("fused", NumericsFacts.why_not),
+        BackEnd("xla", NumericsFacts.why_not_reference),
+        BackEnd("reference", NumericsFacts.why_not_reference),
     ],
-    facts=Facts,
+    facts=NumericsFacts,
     order=_order,
 )
 
@@ -111,7 +98,7 @@ def linear_cross_entropy(
     softcap: float | int | SigmoidCap | None = None,
     target_weights: Float[Array, " M"] | Sequence[float | int] | None = None,
     ignore_index: int | None = None,
-    fp8: HeadScales | None = None,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, " N"]:
@@ -129,21 +116,22 @@ def linear_cross_entropy(
         softcap, target_weights: as in `fused_classifier`.
         ignore_index: int32; targets with this value do not contribute. A token whose targets are
             all ignored has loss 0 and gradient 0.
-        fp8: scales for FP8 matmuls in training, with "auto" or "fused"; None: in x's dtype.
+        numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
+            the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated, with
+            the scales `pallas_kernels.gemm.HEAD`, with "auto" or "fused".
         implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
             derivatives need "reference".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
-        ValueError: wrong shapes or dtypes, N is not a multiple of `chunk`, no such back end, or the
-            named back end has no FP8 matmuls.
+        ValueError: wrong shapes, dtypes or numerics, N is not a multiple of `chunk`, or the named
+            back end cannot run this call.
         NotImplementedError: differentiation with respect to target_weights.
     """
+    numerics = numerics_of("linear_cross_entropy", numerics, precision, HEAD)
+    arrays = x_NC, w_VC, targets_N
     backend = _dispatch.select(
-        "linear_cross_entropy",
-        implementation,
-        arrays=(x_NC, w_VC, targets_N),
-        fp8=fp8 is not None,
+        "linear_cross_entropy", implementation, arrays=arrays, numerics=numerics
     )
     two_axes = x_NC.ndim == w_VC.ndim == 2
     n, v = x_NC.shape[0], w_VC.shape[0]
@@ -173,13 +161,13 @@ def linear_cross_entropy(
     weights_M = constant("linear_cross_entropy", weights_M)
     arrays = (x_NC, w_VC, to_int32(targets), weights_M)
     if backend == "fused":
-        options = Options(chunk or _even_chunk(n), precision, **loss, fp8=fp8)
-        f = _fused if fp8 is None else counted("linear_cross_entropy", _fused)
+        options = Options(chunk or _even_chunk(n), numerics, **loss)
+        f = counted("linear_cross_entropy", _fused, numerics.quantized)
         # In fp16, g x may underflow.
-        if options.chunk == n and fp8 is None and x_NC.dtype != jnp.float16:
+        if options.chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
         return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
-    options = Options(chunk or n, precision, **loss)
+    options = Options(chunk or n, numerics, **loss)
     return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
 
 
@@ -194,9 +182,8 @@ def reference(
     ignore_index: int | None = None,
 ):
     """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,)."""
-    logits_NV = _logits(
-        x_NC.astype(jnp.float32), w_VC.astype(jnp.float32), jax.lax.Precision.HIGHEST
-    )
+    x_NC, w_VC = x_NC.astype(jnp.float32), w_VC.astype(jnp.float32)
+    logits_NV = jnp.einsum("nc,vc->nv", x_NC, w_VC, precision=jax.lax.Precision.HIGHEST)
     return classifier_reference(
         logits_NV,
         targets_N,
@@ -207,61 +194,58 @@ def reference(
     )[0]
 
 
-def _logits(x_KC, w_VC, precision):
-    return jnp.einsum("kc,vc->kv", x_KC, w_VC.astype(x_KC.dtype), precision=precision)
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Static options of a call."""
 
     chunk: int
-    precision: jax.lax.PrecisionLike
+    numerics: Numerics
     vocab_size: int
     softcap: float | int | SigmoidCap | None
     ignore_index: int | None
-    fp8: HeadScales | None = None
 
-    def gradients(self, x_KC, head, targets, weights_M):
-        """Return losses_K, dx_KC and the chunk's part of dW_VC in fp32; head from `prepare`."""
-        if self.fp8 is not None:
-            loss = {"vocab_size": self.vocab_size, "softcap": self.softcap}
-            loss["ignore_index"] = self.ignore_index
-            return chunk_gradients(self.fp8, x_KC, head, targets, weights_M, **loss)
-        losses_K, dlogits_KV = self.classify(x_KC, head[0], targets, weights_M)
-        return losses_K, self.dx(dlogits_KV, head), self.dw(dlogits_KV, x_KC)
+    @property
+    def loss(self) -> dict[str, Any]:
+        """Options of the classifier."""
+        names = "vocab_size", "softcap", "ignore_index"
+        return {name: getattr(self, name) for name in names}
 
-    def dx(self, dlogits_KV, head):
-        """Return dlogits W; head from `prepare`."""
-        _, w_VC, axes = head
-        return jnp.einsum(f"kv,{axes}->kc", dlogits_KV, w_VC, precision=self.precision)
+    def gradients(self, x_KC, w: Operand, targets, weights_M):
+        """Return losses_K, dx_KC and the chunk's part of dW_VC in fp32; w from `prepare`."""
+        numerics, x = self.numerics, self.numerics.activation(x_KC)
+        logits_KV = numerics.matmul(x, w, x_KC.dtype)
+        if numerics.gradient_scale is None:
+            losses_K, dlogits_KV = self.classify(logits_KV, targets, weights_M)
+            dlogits = numerics.gradient(dlogits_KV)
+        else:
+            scale = numerics.gradient_scale
+            losses_K, d8_KV = classify_to_fp8(
+                logits_KV, targets, weights_M, scale=scale, **self.loss
+            )
+            count("output_gradient", d8_KV)
+            dlogits = Operand(d8_KV, transposed(d8_KV), factor=scale)
+        return losses_K, numerics.input_gradient(dlogits, w, x_KC.dtype), self.dw(dlogits, x)
 
-    def dw(self, dlogits_KV, x_KC):
-        """Return dlogitsᵀ x in fp32."""
-        how = {"precision": self.precision, "preferred_element_type": jnp.float32}
-        return jnp.einsum("kv,kc->vc", dlogits_KV, x_KC, **how)
+    def dw(self, dlogits: Operand, x: Operand):
+        """Return dlogitsᵀ x in fp32; in TF32 without copies of operands."""
+        return self.numerics.matmul(dlogits.T, x, jnp.float32)
 
-    def prepare(self, w_VC, dtype):
-        """Return the weights in the dtypes and layouts that `gradients` reads."""
-        if self.fp8 is not None:
-            return quantized_head(self.fp8, w_VC)
-        w_VC = w_VC.astype(dtype)
+    def prepare(self, w_VC, dtype) -> Operand:
+        """Return the operand of the (C, V) matrix that `gradients` reads."""
+        if self.numerics.quantized:
+            return self.numerics.weight(w_VC, output_major=True)
+        w = Operand(None, w_VC.astype(dtype))
         # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls support any order.
-        if w_VC.dtype == jnp.float32:
-            return w_VC, transpose_copy(w_VC), "cv"
-        return w_VC, w_VC, "vc"
+        return w if dtype != jnp.float32 else Operand(transpose_copy(w.k_major), w.k_major)
 
-    def classify(self, x_KC, w_VC, targets, weights_M, implementation="auto"):
+    def logits(self, x_KC, w_VC):
+        """Return the logits of a call that is not differentiated."""
+        return self.numerics.plain.matmul(Operand(x_KC), Operand(w_VC).T, x_KC.dtype)
+
+    def classify(self, logits_KV, targets, weights_M, implementation="auto"):
         """Return losses_K and dlogits_KV of a chunk."""
-        return fused_classifier(
-            _logits(x_KC, w_VC, self.precision),
-            targets,
-            vocab_size=self.vocab_size,
-            softcap=self.softcap,
-            target_weights=weights_M,
-            ignore_index=self.ignore_index,
-            implementation=implementation,
-        )
+        how = self.loss | {"target_weights": weights_M, "implementation": implementation}
+        return fused_classifier(logits_KV, targets, **how)
 
     def chunks(self, *arrays):
         """Split the arrays along their first axis."""
@@ -278,7 +262,7 @@ def _even_chunk(n: int) -> int:
 
 def _in_xla(options, x_NC, w_VC, targets, weights_M):
     def losses(x_KC, targets):
-        return options.classify(x_KC, w_VC, targets, weights_M, "xla")[0]
+        return options.classify(options.logits(x_KC, w_VC), targets, weights_M, "xla")[0]
 
     n = x_NC.shape[0]
     if n == options.chunk:
@@ -292,7 +276,8 @@ def _fused(options, x_NC, w_VC, targets, weights_M):
     w_VC, losses = w_VC.astype(x_NC.dtype), []
     for x_KC, of_chunk in options.chunks(x_NC, targets):
         x_KC, losses = _after(x_KC, losses)
-        losses = [*losses, options.classify(x_KC, w_VC, of_chunk, weights_M)[0]]
+        logits_KV = options.logits(x_KC, w_VC)
+        losses = [*losses, options.classify(logits_KV, of_chunk, weights_M)[0]]
     return jnp.concatenate(losses)
 
 
@@ -339,8 +324,9 @@ def _fused_backward(options, saved, g_N):
         dw_VC = None
         for x_KC, of_chunk, g_K in options.chunks(x_NC, targets, g_N):
             x_KC, dw_VC = _after(x_KC, dw_VC)
-            dlogits_KV = options.classify(x_KC, w_VC, of_chunk, weights_M)[1]
-            more_VC = options.dw(dlogits_KV, _scaled(x_KC, g_K))
+            dlogits_KV = options.classify(options.logits(x_KC, w_VC), of_chunk, weights_M)[1]
+            g_x, plain = Operand(_scaled(x_KC, g_K)), options.numerics.plain
+            more_VC = plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
             dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
         return dw_VC
 
@@ -360,15 +346,17 @@ def _in_one_chunk(options, x_NC, w_VC, targets, weights_M):
 
 def _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    losses_N, dlogits_NV = options.classify(x_NC, w_VC.astype(x_NC.dtype), targets, weights_M)
+    losses_N, dlogits_NV = options.classify(options.logits(x_NC, w_VC), targets, weights_M)
     return losses_N, (dlogits_NV, x_NC, w_VC)
 
 
 def _in_one_chunk_backward(options, saved, g_N):
     dlogits_NV, x_NC, w_VC = saved
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
-    dx_NC = _scaled(options.dx(dlogits_NV, options.prepare(w_VC, x_NC.dtype)), g_N)
-    return dx_NC, options.dw(dlogits_NV, _scaled(x_NC, g_N)).astype(w_VC.dtype), None, None
+    w, dlogits = options.prepare(w_VC, x_NC.dtype), Operand(dlogits_NV)
+    dx_NC = _scaled(options.numerics.input_gradient(dlogits, w, x_NC.dtype), g_N)
+    dw_VC = options.dw(dlogits, Operand(_scaled(x_NC, g_N)))
+    return dx_NC, dw_VC.astype(w_VC.dtype), None, None
 
 
 _in_one_chunk.defvjp(_in_one_chunk_forward, _in_one_chunk_backward)

@@ -46,31 +46,25 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
-from pallas_kernels.fp8.conversion import E4M3, Fp8Rows, quantize, rows_of, transposed
+from pallas_kernels.gemm.numerics import Fp8, Numerics, NumericsFacts, Plain, numerics_of
+from pallas_kernels.gemm.operands import E4M3, Operand, exact, transposed
 
 MAX_CHANNELS = 8192
 """Limit of the Triton kernels: a longer row does not fit into the registers of a program."""
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts(NumericsFacts):
     """Properties of a call on which the choice of a back end depends."""
 
     channels: int
-    fp8: bool = False
-
-
-def _why_not_reference(call: Facts) -> str | None:
-    return "has no FP8 result" if call.fp8 else None
 
 
 def _why_not_triton(call: Facts) -> str | None:
     if call.channels > MAX_CHANNELS:
         return f"supports at most {MAX_CHANNELS} channels, not {call.channels}"
-    if call.fp8 and (_dispatch.capability() or (9, 0)) < (8, 9):
-        return "stores FP8 with compute capability 8.9 (Ada) or later"
-    return _dispatch.why_not_triton()
+    return call.numerics.why_not() or _dispatch.why_not_triton()
 
 
 _dispatch.register(
@@ -79,7 +73,7 @@ _dispatch.register(
     back_ends=[
         BackEnd("triton", _why_not_triton, custom=True),
         XLA,
-        BackEnd("reference", _why_not_reference),
+        BackEnd("reference", NumericsFacts.why_not_reference),
     ],
     facts=Facts,
 )
@@ -94,9 +88,9 @@ def layer_norm(
     residual_bias: Float[Array, " C"] | None = None,
     eps: float = 1e-5,
     out_dtype: jax.typing.DTypeLike | None = None,
-    fp8_scale: float | None = None,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
-) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
+) -> Float[Array, "*N C"] | Operand | tuple[Float[Array, "*N C"] | Operand, Float[Array, "*N C"]]:
     """Normalize each row to mean 0 and variance 1, then scale and shift the row.
 
     Args:
@@ -106,8 +100,8 @@ def layer_norm(
         residual_bias: added to every row, together with a residual; of scale's dtype.
         eps: added to the biased variance.
         out_dtype: dtype of y; x's when None.
-        fp8_scale: None, or a factor: y is then an `Fp8Rows` with the rows times the factor in e4m3,
-            for a layer with FP8 matmuls. Not with "reference".
+        numerics: "fp8", or a `pallas_kernels.gemm.Numerics`: y is then an `Operand` for a layer
+            with the same numerics, not with "reference". None and other names: y is an array.
         implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
             derivatives need "reference".
 
@@ -127,11 +121,11 @@ def layer_norm(
         parameters["residual_bias"] = residual_bias
     out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
     arrays = (x, residual, scale, bias, residual_bias)
-    facts = {"channels": x.shape[-1], "fp8": fp8_scale is not None}
+    how = numerics_of("layer_norm", numerics, None, Fp8())
+    facts = {"channels": x.shape[-1], "numerics": how}
     backend = _dispatch.select("layer_norm", implementation, arrays=arrays, **facts)
-    return _apply(
-        Options(eps, True, out_dtype, backend, fp8_scale), x, residual, scale, bias, residual_bias
-    )
+    options = Options(eps, True, out_dtype, backend, how)
+    return _apply(options, x, residual, scale, bias, residual_bias)
 
 
 def rms_norm(
@@ -141,9 +135,9 @@ def rms_norm(
     residual: Float[Array, "*N C"] | None = None,
     eps: float = 1e-6,
     out_dtype: jax.typing.DTypeLike | None = None,
-    fp8_scale: float | None = None,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
-) -> Float[Array, "*N C"] | Fp8Rows | tuple[Float[Array, "*N C"] | Fp8Rows, Float[Array, "*N C"]]:
+) -> Float[Array, "*N C"] | Operand | tuple[Float[Array, "*N C"] | Operand, Float[Array, "*N C"]]:
     """Divide each row by the root mean square of the row, then multiply by `scale` if given.
 
     Args:
@@ -155,11 +149,10 @@ def rms_norm(
     out_dtype = _check(
         "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
     )
-    facts = {"channels": x.shape[-1], "fp8": fp8_scale is not None}
+    how = numerics_of("rms_norm", numerics, None, Fp8())
+    facts = {"channels": x.shape[-1], "numerics": how}
     backend = _dispatch.select("rms_norm", implementation, arrays=(x, residual, scale), **facts)
-    return _apply(
-        Options(eps, False, out_dtype, backend, fp8_scale), x, residual, scale, None, None
-    )
+    return _apply(Options(eps, False, out_dtype, backend, how), x, residual, scale, None, None)
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
@@ -196,7 +189,12 @@ class Options:
     """Whether this is layer_norm, not rms_norm."""
     out_dtype: jnp.dtype
     backend: str
-    fp8_scale: float | None = None
+    numerics: Numerics = Plain()
+
+    @property
+    def fp8_scale(self) -> float | None:
+        """Factor of the rows that the kernel stores in FP8, or None."""
+        return self.numerics.activation_scale if isinstance(self.numerics, Fp8) else None
 
     @property
     def operation(self) -> str:
@@ -220,12 +218,13 @@ def _apply(options, x, residual, scale, bias, residual_bias):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
-    plain = dataclasses.replace(options, fp8_scale=None)
+    plain = dataclasses.replace(options, numerics=Plain())
     y, total, _ = _forward(plain, x, residual, scale_C, bias_C, residual_bias_C)
-    if options.fp8_scale is not None:
-        q = quantize(_rows(y), options.fp8_scale, E4M3, transposed=True)
-        y = Fp8Rows(y, q.rows, q.transposed)
-    return y, total
+    return _operand(options, y) if options.numerics.quantized else y, total
+
+
+def _operand(options, y) -> Operand:
+    return dataclasses.replace(options.numerics.activation(_rows(y)), exact=y)
 
 
 def _norm_forward(options, *primals):
@@ -234,14 +233,16 @@ def _norm_forward(options, *primals):
     )
     y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
     if options.fp8_scale is not None:
-        exact = (y.astype(jnp.float32) / options.fp8_scale).astype(options.out_dtype)
-        y = Fp8Rows(exact, _rows(y), transposed(_rows(y)))
+        y_16 = (y.astype(jnp.float32) / options.fp8_scale).astype(options.out_dtype)
+        y = Operand(_rows(y), transposed(_rows(y)), exact=y_16, factor=options.fp8_scale)
+    elif options.numerics.quantized:
+        y = _operand(options, y)
     return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
 
 
 def _norm_backward(options, saved, cotangents):
     total, stats, scale_C, residual_bias_C = saved
-    dy, dtotal = rows_of(cotangents[0]), cotangents[1]
+    dy, dtotal = exact(cotangents[0]), cotangents[1]
     has_residual = dtotal is not None
     # The last norm of a network does not use total: pass no zeros as the gradient of total.
     if isinstance(dtotal, jax.custom_derivatives.SymbolicZero):

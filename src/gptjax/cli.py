@@ -17,8 +17,7 @@ import tyro
 from gptjax import stages
 from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, switch_algorithm
-from gptjax.precision import NAMES as PRECISIONS
-from gptjax.precision import Precision
+from gptjax.precision import PRECISIONS, Precision
 from gptjax.terminal import command_line, docstrings, printable
 
 # Boxes of --help with their options. Everyday options are first; the rest is in the box "training".

@@ -10,7 +10,7 @@ import tyro
 from gptjax import devices
 from gptjax.config import ConfigError
 from gptjax.data.tokenizers import Tokenizer, TokenizerChoice
-from gptjax.precision import NAMES, Precision
+from gptjax.precision import PRECISIONS, Precision
 from gptjax.user_folders import cache_folder
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ModelOptions:
 
     def check_precision(self) -> None:
         """Raise ConfigError for an unknown precision."""
-        if self.precision is not None and self.precision not in NAMES:
+        if self.precision is not None and self.precision not in PRECISIONS:
             raise ConfigError(
-                f"--precision must be one of {', '.join(NAMES)}, got {self.precision!r}"
+                f"--precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
             )

@@ -8,7 +8,36 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-NAMES = ("fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8_head", "fp8")
+from pallas_kernels.gemm import Numerics
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Precision of each part of a model. Numerics are arguments of `pallas_kernels.linear`.
+
+    Attributes:
+        matmuls: numerics of all matmuls except those of `blocks` and `head`: fp32, tf32 or bf16.
+        residual: dtype of the residual stream.
+        blocks: numerics of the q, k and v projection and of the MLP in the training step; None:
+            `matmuls`.
+        head: numerics of the LM head in the training step; None: `matmuls`.
+    """
+
+    matmuls: str
+    residual: str
+    blocks: str | Numerics | None = None
+    head: str | Numerics | None = None
+
+
+PRECISIONS = {
+    "fp32": Parts("fp32", "float32"),
+    "tf32": Parts("tf32", "float32"),
+    "bf16": Parts("bf16", "bfloat16"),
+    "bf16_residual_fp32": Parts("bf16", "float32"),
+    "fp8_head": Parts("bf16", "bfloat16", head="fp8"),
+    "fp8": Parts("bf16", "bfloat16", blocks="fp8", head="fp8"),
+}
+"""By name. A further entry is a further precision: examples/new_precision.py."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +57,7 @@ class Precision:
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
     in the training step. In fp8, the matmuls of the q, k and v projection and of the MLP are also
-    in FP8 (pallas_kernels/fp8). Evaluation and generation compute as bf16.
+    in FP8 (pallas_kernels/gemm). Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
@@ -37,26 +66,42 @@ class Precision:
     name: str = "fp32"
 
     def __post_init__(self):
-        if self.name not in NAMES:
-            raise ValueError(f"unknown precision {self.name!r}; choose one of {list(NAMES)}")
+        if self.name not in PRECISIONS:
+            raise ValueError(f"unknown precision {self.name!r}; choose one of {list(PRECISIONS)}")
 
     def __str__(self) -> str:
         return self.name
 
     @property
+    def parts(self) -> Parts:
+        """Precision of each part."""
+        return PRECISIONS[self.name]
+
+    @property
     def plain(self) -> str:
-        """Name of the precision without FP8 matmuls."""
-        return "bf16" if self.name.startswith("fp8") else self.name
+        """Name of the precision of evaluation and generation."""
+        parts = self.parts
+        return self.name if parts.blocks is parts.head is None else parts.matmuls
+
+    @property
+    def blocks(self) -> str | Numerics:
+        """Numerics of the matmuls of the blocks in the training step."""
+        return self.parts.blocks or self.parts.matmuls
+
+    @property
+    def head(self) -> str | Numerics:
+        """Numerics of the matmuls of the LM head in the training step."""
+        return self.parts.head or self.parts.matmuls
+
+    @property
+    def quantizes_blocks(self) -> bool:
+        """Whether the matmuls of the blocks have other operands in the training step."""
+        return self.parts.blocks is not None
 
     @property
     def fp8_head(self) -> bool:
         """Whether the matmuls of the LM head are in FP8."""
-        return self.name.startswith("fp8")
-
-    @property
-    def fp8_blocks(self) -> bool:
-        """Whether the matmuls of the blocks are in FP8."""
-        return self.name == "fp8"
+        return self.parts.head == "fp8"
 
     @property
     def param_dtype(self) -> jnp.dtype:
@@ -66,21 +111,21 @@ class Precision:
     @property
     def compute_dtype(self) -> jnp.dtype:
         """Dtype of the inputs and outputs of matmuls."""
-        return jnp.dtype(jnp.float32 if self.plain in ("fp32", "tf32") else jnp.bfloat16)
+        return jnp.dtype(jnp.bfloat16 if self.parts.matmuls == "bf16" else jnp.float32)
 
     @property
     def residual_dtype(self) -> jnp.dtype:
         """Dtype of the residual stream."""
-        return jnp.dtype(jnp.bfloat16 if self.plain == "bf16" else jnp.float32)
+        return jnp.dtype(self.parts.residual)
 
     @property
     def matmul(self) -> jax.lax.Precision:
-        """`precision` argument of every matmul.
+        """`precision` argument of matmuls in JAX's functions, and of attention.
 
         JAX's default for an fp32 matmul on Ampere and later is TF32, so true fp32 must be
         requested. The preset TF32_TF32_F32 would turn bf16 matmuls into TF32 matmuls at half the
         speed; HIGH means TF32 for fp32 inputs only.
         """
         return {"fp32": jax.lax.Precision.HIGHEST, "tf32": jax.lax.Precision.HIGH}.get(
-            self.name, jax.lax.Precision.DEFAULT
+            self.parts.matmuls, jax.lax.Precision.DEFAULT
         )

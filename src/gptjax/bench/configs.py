@@ -13,9 +13,9 @@ from gptjax.bench.harness import first_devices
 from gptjax.config import Config
 from gptjax.models.registry import PRESETS
 from gptjax.parallel import Strategy
-from gptjax.precision import NAMES, Precision
+from gptjax.precision import PRECISIONS, Precision
 
-PrecisionName = Literal[*NAMES]
+PrecisionName = Literal[*PRECISIONS]
 # The help text itself says which value replaces an option that is not given.
 OWN_DEFAULT = tyro.conf.arg(help_behavior_hint="")
 

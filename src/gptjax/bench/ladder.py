@@ -21,7 +21,7 @@ from gptjax.bench.results import raise_failures
 from gptjax.bench.step import compiled, describe, show, timed, timed_result
 from gptjax.models.base import ModelConfig
 from gptjax.precision import Precision
-from pallas_kernels.fp8 import why_not_fp8
+from pallas_kernels.gemm import why_not_fp8
 
 SECONDS = 1.0
 

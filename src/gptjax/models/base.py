@@ -28,7 +28,6 @@ from gptjax.parallel import AXIS, Parallel, Placement
 from gptjax.precision import Precision
 from pallas_kernels import linear_cross_entropy, select
 from pallas_kernels.classifier import to_int32
-from pallas_kernels.lm_head.fp8 import HeadScales
 
 # Maximum number of padded rows: padding to a multiple of at most 1,024.
 MAX_PADDING = 1023
@@ -61,7 +60,8 @@ class ModelConfig(abc.ABC):
         operational: fields that do not change what the model learns. A resumed run may differ in
             these.
         of_run: fields that the run determines, not the model of `init_from`.
-        supports_fp8: whether the blocks have FP8 matmuls, which the precision fp8 needs.
+        supports_fp8: whether the blocks pass `precision.blocks` to their matmuls, which the
+            precision fp8 needs.
     """
 
     operational: ClassVar[frozenset[str]] = frozenset(("loss", "loss_chunk", "recompute"))
@@ -121,7 +121,7 @@ class ModelConfig(abc.ABC):
         Raises:
             ValueError: a named back end does not exist or cannot run here.
         """
-        return {"loss": select("linear_cross_entropy", self.loss, fp8=self.precision.fp8_head)}
+        return {"loss": select("linear_cross_entropy", self.loss, numerics=self.precision.head)}
 
     def nondeterministic(self) -> str | None:
         """Return why a step on a GPU is nondeterministic, with the option to change; else None."""
@@ -192,10 +192,10 @@ class ModelConfig(abc.ABC):
                 f"padded_vocab_size={self.padded_vocab_size} for vocab_size={self.vocab_size}; "
                 f"give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
             )
-        if self.precision.fp8_blocks and not self.supports_fp8:
+        if self.precision.quantizes_blocks and not self.supports_fp8:
             raise ValueError(
-                f"{name}: expected another precision than fp8: this model's blocks have no FP8 "
-                "matmuls; fp8_head has those of the head"
+                f"{name}: expected another precision than {self.precision}: this model's blocks "
+                "have no FP8 matmuls; fp8_head has those of the head"
             )
 
 
@@ -397,9 +397,8 @@ class Model(nnx.Module):
             targets,
             vocab_size=c.vocab_size,
             chunk=c.loss_chunk,
-            fp8=HeadScales() if c.precision.fp8_head else None,
+            numerics=c.precision.head,
             implementation=c.loss,
-            precision=c.precision.matmul,
             **options,
         )
 

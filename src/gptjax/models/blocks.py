@@ -19,8 +19,7 @@ from gptjax.models.layers import Block, KVCache
 from gptjax.models.record import record, recording
 from gptjax.parallel import apply_block
 from pallas_kernels import layer_norm, rms_norm
-from pallas_kernels.fp8 import Fp8Rows
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE
+from pallas_kernels.gemm import Numerics, Operand
 
 
 class PendingResidual(NamedTuple):
@@ -49,24 +48,29 @@ class Norm(nnx.Module):
     The variance is biased, statistics are fp32.
 
     Args:
-        fp8: whether y is rows of FP8 numbers for a matmul.
+        numerics: of the matmul that reads y; with FP8, y is its `Operand`. None: y is an array.
     """
 
     def __init__(
-        self, config: TransformerConfig, *, eps: float = 1e-5, bias: bool = True, fp8: bool = False
+        self,
+        config: TransformerConfig,
+        *,
+        eps: float = 1e-5,
+        bias: bool = True,
+        numerics: str | Numerics | None = None,
     ):
         self.scale = nnx.Param(jnp.ones((config.n_embd,), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((config.n_embd,), jnp.float32)) if bias else None
         self.eps, self.out_dtype = eps, config.precision.compute_dtype
         self.implementation = config.norm
-        self.fp8_scale = ACTIVATION_SCALE if fp8 else None
+        self.numerics = numerics
 
-    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"] | Fp8Rows:
+    def __call__(self, x: Float[Array, "*B C"]) -> Float[Array, "*B C"] | Operand:
         return self.norm(x)
 
     def add_norm(
         self, x_BTC: Float[Array, "B T C"], pending: PendingResidual | None
-    ) -> tuple[Float[Array, "B T C"] | Fp8Rows, Float[Array, "B T C"]]:
+    ) -> tuple[Float[Array, "B T C"] | Operand, Float[Array, "B T C"]]:
         """Return the normalized sum of x and the pending residual, and the sum, from one pass."""
         if pending is None:
             return self(x_BTC), x_BTC
@@ -76,7 +80,7 @@ class Norm(nnx.Module):
     @jax.named_scope("norm")
     def norm(self, x, **residual):
         how = {"eps": self.eps, "out_dtype": self.out_dtype, "implementation": self.implementation}
-        how["fp8_scale"] = self.fp8_scale
+        how["numerics"] = self.numerics
         # Indexing by `...` reads a parameter's array.
         if self.bias is None:
             return rms_norm(x, self.scale[...], **how, **residual)

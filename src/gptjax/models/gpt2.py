@@ -35,7 +35,7 @@ from pallas_kernels import (
     projected_attention,
     select,
 )
-from pallas_kernels.fp8 import Fp8Rows, rows_of
+from pallas_kernels.gemm.operands import Operand, exact
 
 INIT_STD = 0.02
 
@@ -62,15 +62,12 @@ class GPT2Config(TransformerConfig):
         attention = self.attention_kernel(sequence_length, segments)
         if segments and attention == "mosaic":
             attention += " (bias gradient not fused)"  # no `projected_attention`
+        how = {"numerics": self.precision.blocks}
         sizes = {"rows": batch * sequence_length, "inputs": c, "outputs": 4 * c}
-        if self.precision.fp8_blocks:
-            mlp = select("fp8_linear_gelu", self.mlp, **sizes)
-        else:
-            mlp = select("mlp", self.mlp, dtype=dtype, **sizes)
         return {
             "attention": attention,
-            "norm": select("layer_norm", self.norm, channels=c, fp8=self.precision.fp8_blocks),
-            "mlp": mlp,
+            "norm": select("layer_norm", self.norm, channels=c, **how),
+            "mlp": select("mlp", self.mlp, dtype=dtype, **sizes, **how),
             **super().kernels(sequence_length, batch),
         }
 
@@ -96,20 +93,20 @@ class Attention(nnx.Module):
         )
         c = config.n_embd
         # Not c_proj: the conversion of its operands to FP8 takes as long as FP8 matmuls save.
-        self.c_attn = linear(c, 3 * c, std=INIT_STD, fp8=config.precision.fp8_blocks)
+        self.c_attn = linear(c, 3 * c, std=INIT_STD, numerics=config.precision.blocks)
         self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
 
     @jax.named_scope("attention")
     def __call__(
         self,
-        x_BTC: Float[Array, "B T C"] | Fp8Rows,
+        x_BTC: Float[Array, "B T C"] | Operand,
         cache: KVCache | None = None,
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
-        c, b, t = self.config, *rows_of(x_BTC).shape[:2]
+        c, b, t = self.config, *exact(x_BTC).shape[:2]
         if recording(self) and cache is None and segment_ids_BT is None:
-            qkv_BT3HD = self.c_attn(rows_of(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
+            qkv_BT3HD = self.c_attn(exact(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
             q_BTHD, k_BTHD, _ = jnp.unstack(qkv_BT3HD, axis=2)
             how = {"precision": c.precision.matmul}
             record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
@@ -119,12 +116,11 @@ class Attention(nnx.Module):
                 self.c_attn.kernel[...],
                 self.c_attn.bias[...],
                 heads=c.n_head,
-                fp8=c.precision.fp8_blocks,
+                numerics=c.precision.blocks,
                 implementation=c.attention,
-                precision=c.precision.matmul,
             )
         else:
-            qkv_BT3HD = self.c_attn(rows_of(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
+            qkv_BT3HD = self.c_attn(exact(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
             if cache is None:
                 y_BTHD = flash_attention_qkv(
                     qkv_BT3HD,
@@ -150,7 +146,7 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(
-        self, x_BTC: Float[Array, "B T C"] | Fp8Rows, decoding: bool = False
+        self, x_BTC: Float[Array, "B T C"] | Operand, decoding: bool = False
     ) -> PendingResidual:
         # The training back end may not support the few rows of one token per sequence.
         implementation = "auto" if decoding else self.implementation
@@ -159,9 +155,8 @@ class MLP(nnx.Module):
             self.c_fc.kernel[...],
             self.c_fc.bias[...],
             self.c_proj.kernel[...],
-            fp8=self.precision.fp8_blocks,
+            numerics=self.precision.blocks,
             implementation=implementation,
-            precision=self.precision.matmul,
         )
         return PendingResidual(y_BTC, self.c_proj.bias[...])
 
@@ -172,10 +167,10 @@ class Block(PreNormBlock):
     norms = ("ln_1", "ln_2")
 
     def __init__(self, config: GPT2Config, *, rngs: nnx.Rngs):
-        fp8 = config.precision.fp8_blocks
-        self.ln_1 = Norm(config, fp8=fp8)
+        numerics = config.precision.blocks
+        self.ln_1 = Norm(config, numerics=numerics)
         self.attn = Attention(config, rngs=rngs)
-        self.ln_2 = Norm(config, fp8=fp8)
+        self.ln_2 = Norm(config, numerics=numerics)
         self.mlp = MLP(config, rngs=rngs)
 
 

@@ -19,6 +19,7 @@ from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
 from pallas_kernels import flash_attention, linear
 from pallas_kernels.classifier import to_int32
+from pallas_kernels.gemm import Numerics
 
 
 def normal(
@@ -66,7 +67,7 @@ class Linear(nnx.Module):
     Args:
         std: standard deviation of the initial kernel; the initial bias is 0.
         implementation: back end of the matmul, "auto" or "reference".
-        fp8: whether the matmuls of the training step are in FP8.
+        numerics: of the matmul in the training step; None: those of `precision.parts.matmuls`.
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         bias: bool = True,
         implementation: str = "auto",
-        fp8: bool = False,
+        numerics: str | Numerics | None = None,
     ):
         dtype = precision.param_dtype
         kernel_IO = normal(rngs.params(), (in_dim, out_dim), std=std, dtype=dtype)
         self.kernel = nnx.Param(kernel_IO, read_dtype=precision.compute_dtype)
         self.bias = nnx.Param(jnp.zeros((out_dim,), dtype)) if bias else None
-        self.precision, self.implementation, self.fp8 = precision, implementation, fp8
+        self.numerics = numerics or precision.parts.matmuls
+        self.implementation = implementation
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
         return self.matmul(x, None if self.bias is None else self.bias[...])
@@ -94,8 +96,8 @@ class Linear(nnx.Module):
         self, x: Float[Array, "*B I"], bias_O: Float[Array, " O"] | None = None
     ) -> Float[Array, "*B O"]:
         """Return x W + bias_O, by default without a bias, in x's dtype."""
-        how = {"implementation": self.implementation, "precision": self.precision.matmul}
-        return linear(x, self.kernel[...], bias_O, fp8=self.fp8, **how)
+        how = {"implementation": self.implementation, "numerics": self.numerics}
+        return linear(x, self.kernel[...], bias_O, **how)
 
 
 def lookup(

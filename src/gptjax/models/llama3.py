@@ -31,7 +31,7 @@ from gptjax.models.layers import (
 from gptjax.models.record import record, recording
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, rotary_qkv, select, swiglu
-from pallas_kernels.fp8 import Fp8Rows
+from pallas_kernels.gemm import Operand
 
 INIT_STD = 0.02
 # Llama 3.1 divides frequencies of fewer than LOW turns within the original length by the factor.
@@ -80,11 +80,11 @@ class Llama3Config(TransformerConfig):
     def kernels(
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
-        fp8 = self.precision.fp8_blocks
+        how = {"numerics": self.precision.blocks}
         return {
             "attention": self.attention_kernel(sequence_length, segments),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
-            "mlp": select("swiglu", self.mlp, fp8=fp8),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd, **how),
+            "mlp": select("swiglu", self.mlp, **how),
             **super().kernels(sequence_length, batch),
         }
 
@@ -163,7 +163,7 @@ class Attention(nnx.Module):
     @jax.named_scope("attention")
     def __call__(
         self,
-        x_BTC: Float[Array, "B T C"] | Fp8Rows,
+        x_BTC: Float[Array, "B T C"] | Operand,
         cache: KVCache | None,
         segment_ids_BT: Integer[Array, "B T"] | None,
         angles: tuple[Float[Array, "#B T E"], Float[Array, "#B T E"]],
@@ -172,9 +172,8 @@ class Attention(nnx.Module):
         qkv_BTO = linear(
             x_BTC,
             (self.q.kernel[...], self.k.kernel[...], self.v.kernel[...]),
-            fp8=c.precision.fp8_blocks,
+            numerics=c.precision.blocks,
             implementation=self.implementation,
-            precision=precision,
         )
         q_BTHD, k_BTKD, v_BTKD = rotary_qkv(
             qkv_BTO,
@@ -212,7 +211,7 @@ class MLP(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(
-        self, x_BTC: Float[Array, "B T C"] | Fp8Rows, decoding: bool = False
+        self, x_BTC: Float[Array, "B T C"] | Operand, decoding: bool = False
     ) -> PendingResidual:
         # `decoding` changes nothing: the back ends support any number of rows.
         y_BTC = swiglu(
@@ -220,9 +219,8 @@ class MLP(nnx.Module):
             self.gate.kernel[...],
             self.up.kernel[...],
             self.down.kernel[...],
-            fp8=self.precision.fp8_blocks,
+            numerics=self.precision.blocks,
             implementation=self.implementation,
-            precision=self.precision.matmul,
         )
         return PendingResidual(y_BTC)
 
@@ -234,9 +232,9 @@ class Block(PreNormBlock):
 
     def __init__(self, config: Llama3Config, *, rngs: nnx.Rngs):
         norm = functools.partial(Norm, config, eps=config.norm_eps, bias=False)
-        fp8 = config.precision.fp8_blocks
-        self.norm_1, self.attn = norm(fp8=fp8), Attention(config, rngs=rngs)
-        self.norm_2, self.mlp = norm(fp8=fp8), MLP(config, rngs=rngs)
+        numerics = config.precision.blocks
+        self.norm_1, self.attn = norm(numerics=numerics), Attention(config, rngs=rngs)
+        self.norm_2, self.mlp = norm(numerics=numerics), MLP(config, rngs=rngs)
 
 
 class Llama3(Model):

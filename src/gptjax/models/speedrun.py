@@ -46,9 +46,11 @@ from gptjax.models.layers import (
     weighted_sum,
 )
 from gptjax.optim import Group, Matrices
-from pallas_kernels import flash_attention, linear, linear_relu_squared, rms_norm, select
+from pallas_kernels import flash_attention, linear, rms_norm, select
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, checked_targets, to_int32
-from pallas_kernels.fp8.layers import ACTIVATION_SCALE, Fp8Rows, activated_mlp, rows_of
+from pallas_kernels.feed_forward import activated_mlp
+from pallas_kernels.gemm import Numerics, Operand
+from pallas_kernels.gemm.operands import exact
 from pallas_kernels.rotary import rotary_qkv
 
 BTC, BTHD = Float[Array, "B T C"], Float[Array, "B T H D"]
@@ -151,15 +153,14 @@ class SpeedrunConfig(TransformerConfig):
         return {"token_weights": first_K + progress * (last_K - first_K)}
 
     def kernels(self, sequence_length, batch=1, segments=False):
-        dtype, fp8 = self.precision.compute_dtype, self.precision.fp8_blocks
+        dtype, how = self.precision.compute_dtype, {"numerics": self.precision.blocks}
         mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
-        operation = "fp8_linear_relu_squared" if fp8 else "linear_relu_squared"
         return {
             "attention": self.attention_kernel(
                 sequence_length, segments, window=self.stage.short_window + 1
             ),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd, fp8=fp8),
-            "mlp": select(operation, self.mlp, **mlp, **({} if fp8 else {"dtype": dtype})),
+            "norm": select("rms_norm", self.norm, channels=self.n_embd, **how),
+            "mlp": select("mlp", self.mlp, dtype=dtype, **mlp, **how),
             **super().kernels(sequence_length, batch),
         }
 
@@ -215,10 +216,12 @@ def gate(config: SpeedrunConfig, x_BTC: BTC, w_HG: Float[Array, "H G"]) -> Float
     return jax.nn.sigmoid(jnp.einsum("btg,hg->bth", x_BTG, w_HG.astype(x_BTC.dtype), **fp32_sums))
 
 
-def norm(config: SpeedrunConfig, x_BTC: BTC, *, fp8: bool = False) -> BTC | Fp8Rows:
-    """Return the RMSNorm without parameters, in the compute dtype; with fp8 as `Fp8Rows`."""
+def norm(
+    config: SpeedrunConfig, x_BTC: BTC, numerics: str | Numerics | None = None
+) -> BTC | Operand:
+    """Return the RMSNorm without parameters, in the compute dtype; with FP8 as its `Operand`."""
     how = {"out_dtype": config.precision.compute_dtype, "implementation": config.norm}
-    how["fp8_scale"] = ACTIVATION_SCALE if fp8 else None
+    how["numerics"] = numerics
     return jax.named_scope("norm")(rms_norm)(x_BTC, eps=EPS, **how)
 
 
@@ -275,18 +278,18 @@ class Layer(NamedTuple):
 @jax.named_scope("attention")
 def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_BT, segments_BT):
     """Return layer i's attention of the normalized lane."""
-    c, stage, fp8 = config, config.stage, config.precision.fp8_blocks
-    x_BTC = rows_of(given := norm(c, x_BTC, fp8=fp8))
+    c, stage, numerics = config, config.stage, config.precision.blocks
+    x_BTC = exact(given := norm(c, x_BTC, numerics))
     paired, long = i in c.paired_layers, i in c.long_layers
     precision = {"precision": c.precision.matmul}
-    matmul = {"implementation": "reference" if c.attention == "reference" else "auto"} | precision
+    matmul = {"implementation": "reference" if c.attention == "reference" else "auto"}
     *qkv, o_CC = (w_CC.T for w_CC in layer.qkvo)
     (b, t), (frequency_E, scale) = tokens_BT.shape, rotary(c)
     # Rotation by −θ, with tables in the compute dtype: as the record.
     angles = rotary_angles(-frequency_E, jnp.arange(2 * t if paired else t)[None])
     angles = (rounded(x, c.precision.compute_dtype) for x in angles)
     how = {"eps": EPS, "pair_heads": paired, "implementation": matmul["implementation"]}
-    qkv_BTO = linear(given, tuple(qkv), fp8=fp8, **matmul)
+    qkv_BTO = linear(given, tuple(qkv), numerics=numerics, **matmul)
     q, k, v = rotary_qkv(qkv_BTO, *angles, heads=c.n_head, **how)
     if layer.value_PC is not None:
         value_BTC = lookup(layer.value_PC, tokens_BT, vocab_size=c.vocab_size).astype(x_BTC.dtype)
@@ -305,21 +308,16 @@ def attention(config: SpeedrunConfig, i: int, x_BTC: BTC, layer: Layer, tokens_B
     y = flash_attention(q, k, v, scale=scale, **how, **precision)
     y = y.reshape(b, t, c.n_head, c.head_dim)
     y = weighted_sum(y.dtype, (gate(c, x_BTC, layer.gate_HG)[..., None], y))
-    return linear(y.reshape(x_BTC.shape), o_CC, **matmul)
+    return linear(y.reshape(x_BTC.shape), o_CC, **matmul, **precision)
 
 
 @jax.named_scope("mlp")
 def mlp(config: SpeedrunConfig, x_BTC: BTC, layer: Layer) -> BTC:
     """Return relu(x W_inᵀ)² W_out of the normalized lane."""
-    fp8, precision = config.precision.fp8_blocks, {"precision": config.precision.matmul}
-    x_BTC = norm(config, x_BTC, fp8=fp8)
-    if fp8:
-        how = {"activation": "relu_squared", "output_major": True, "implementation": config.mlp}
-        return activated_mlp(x_BTC, layer.mlp_in_FC, None, layer.mlp_out_FC, **how, **precision)
-    back_end = "reference" if config.mlp == "reference" else "auto"
-    how = {"implementation": config.mlp} | precision
-    y_BTF = linear_relu_squared(x_BTC, layer.mlp_in_FC.T, **how)
-    return linear(y_BTF, layer.mlp_out_FC, implementation=back_end, **precision)
+    numerics = config.precision.blocks
+    how = {"activation": "relu_squared", "output_major": True, "implementation": config.mlp}
+    x_BTC = norm(config, x_BTC, numerics)
+    return activated_mlp(x_BTC, layer.mlp_in_FC, None, layer.mlp_out_FC, numerics=numerics, **how)
 
 
 class Speedrun(Model):

@@ -37,7 +37,7 @@ from gptjax.optim.metrics import metrics_of
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.outliers import OutlierWindow, observe
 from gptjax.training.tying import tie, tie_gradients
-from pallas_kernels.fp8 import clipping
+from pallas_kernels.gemm import clipping
 
 
 @jax.tree_util.register_dataclass

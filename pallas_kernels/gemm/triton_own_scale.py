@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.fp8.triton import COLS, ROWS, WARPS, larger, largest_of
+from pallas_kernels.gemm.triton import COLS, ROWS, WARPS, larger, largest_of
 
 # Not tuned. A program of `part_maxima` reads PARTS groups at a time. All programs of the conversion
 # read all maxima, at most MOST_MAXIMA.

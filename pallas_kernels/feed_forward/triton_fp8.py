@@ -12,8 +12,8 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 from pallas_kernels.feed_forward.triton import activate
-from pallas_kernels.fp8.activations import Activation
-from pallas_kernels.fp8.triton import COLS, ROWS, WARPS
+from pallas_kernels.gemm.numerics import Hidden
+from pallas_kernels.gemm.triton import COLS, ROWS, WARPS
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
@@ -78,14 +78,14 @@ def activated_backward_kernel(
         tl.store(db_ptr + row_tile * C + c, tl.sum(du, 0), mask=c < C)
 
 
-def activated(u_NO, b_O, *, activation: Activation):
+def activated(u_NO, b_O, *, activation: str, stored: Hidden):
     """Return y and its transposed copy in e4m3, and the derivative, or None if it is not stored.
 
     Args:
         b_O: added to u; fp32, or None.
     """
     n, o = u_NO.shape
-    dtype = activation.derivative_dtype
+    dtype = stored.saved_dtype
     y_NO, y_ON, derivative_NO = _launch(
         activated_kernel,
         u_NO,
@@ -96,15 +96,15 @@ def activated(u_NO, b_O, *, activation: Activation):
             # Without a derivative, an array of one element.
             jax.ShapeDtypeStruct((1, 1) if dtype is None else (n, o), dtype or E4M3),
         ],
-        ACTIVATION=activation.name,
+        ACTIVATION=activation,
         BIAS=b_O is not None,
-        SCALE=activation.scale,
-        STORED=None if dtype is None else activation.stored_scale,
+        SCALE=stored.scale,
+        STORED=None if dtype is None else stored.saved_scale,
     )
     return y_NO, y_ON, None if dtype is None else derivative_NO
 
 
-def activated_backward(dh_NO, saved_NO, du_scale, *, activation: Activation, bias: bool):
+def activated_backward(dh_NO, saved_NO, du_scale, *, stored: Hidden, bias: bool):
     """Return du and its transposed copy times `du_scale` in e5m2, and db in fp32, or None."""
     n, o = dh_NO.shape
     du_NO, du_ON, db_RO = _launch(
@@ -117,8 +117,8 @@ def activated_backward(dh_NO, saved_NO, du_scale, *, activation: Activation, bia
             jax.ShapeDtypeStruct((o, n), E5M2),
             jax.ShapeDtypeStruct((triton.cdiv(n, ROWS), o) if bias else (1, 1), jnp.float32),
         ],
-        ROOT=activation.derivative_dtype is None,
-        FACTOR=1 / activation.derivative_scale,
+        ROOT=stored.saved_dtype is None,
+        FACTOR=1 / stored.derivative_scale,
         BIAS=bias,
     )
     return du_NO, du_ON, db_RO.sum(0) if bias else None

@@ -64,10 +64,14 @@ def shares(loss: Callable[[], Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     return {name: clipped[place] for name, place in sorted(found.items())}
 
 
-def counted(operation: str, f: jax.custom_vjp) -> Callable:
-    """Return f, or inside `shares` f with the counts of its FP8 operands."""
+def counted(operation: str, f: jax.custom_vjp, quantized: bool = True) -> Callable:
+    """Return f, or inside `shares` f with the counts of its FP8 operands.
+
+    Args:
+        quantized: whether f has FP8 operands.
+    """
     calls = _calls.get()
-    if calls is None:
+    if calls is None or not quantized:
         return f
     row = len(calls.names)
     call = f"{operation}.{sum(name.startswith(f'{operation}.') for name in calls.names)}"

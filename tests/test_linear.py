@@ -1,4 +1,4 @@
-"""pallas_kernels.matmul: the same numbers for every layout of the operands."""
+"""pallas_kernels.linear, and the matmuls of `Plain` for every layout of the operands."""
 
 import functools
 import re
@@ -10,15 +10,23 @@ import pytest
 from kernel_tools import lower_for_h200
 
 from pallas_kernels import _dispatch
-from pallas_kernels.matmul import (
-    linear,
-    sum_rows,
-    weight_and_bias_gradient,
-    weight_gradient,
-    xla_matmul,
-)
+from pallas_kernels.gemm import Operand, Plain
+from pallas_kernels.gemm.sums import sum_rows
+from pallas_kernels.linear import linear
 
 PRECISIONS = [jax.lax.Precision.HIGHEST, jax.lax.Precision.HIGH, None]
+
+
+def product(x, w, precision, dtype):
+    return Plain(precision).product(Operand(x), Operand(w), dtype)
+
+
+def weight_gradient(x, dy, precision):
+    return Plain(precision).weight_gradient(Operand(x), Operand(dy))
+
+
+def weight_and_bias_gradient(x, dy, w, precision):
+    return Plain(precision).gradients(Operand(x), Operand(w), dy, bias=True)[1:]
 
 
 def arrays(n, i, o, dtype=jnp.float32):
@@ -46,7 +54,7 @@ def test_dtypes_of_bf16():
     x, w, dy = arrays(8, 16, 24, jnp.bfloat16)
     _, pull = jax.vjp(lambda w, b: linear(x, w, b, None), w, w[0])
     assert [g.dtype for g in pull(dy)] == [jnp.bfloat16, jnp.bfloat16]
-    assert xla_matmul(x, w, precision=None, dtype=jnp.bfloat16).dtype == jnp.bfloat16
+    assert product(x, w, precision=None, dtype=jnp.bfloat16).dtype == jnp.bfloat16
     assert weight_gradient(x, dy, precision=None).dtype == jnp.float32
 
 
@@ -69,10 +77,10 @@ def test_rows_are_summed_in_fp32(back_end, shape, dtype, request):
 @pytest.mark.parametrize("n", [3, 130])
 def test_weight_and_bias_gradient(triton_on_cpu, monkeypatch, n, precision):
     """With the kernel that reads dy once, and without."""
-    x, _, dy = arrays(n, 24, 70)
+    x, w, dy = arrays(n, 24, 70)
     for split in (True, False):
         monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays, split=split: split)
-        dw, db = weight_and_bias_gradient(x, dy, precision=precision)
+        dw, db = weight_and_bias_gradient(x, dy, w, precision=precision)
         np.testing.assert_allclose(dw, np.asarray(x).T @ dy, atol=1e-4)
         np.testing.assert_allclose(db, np.asarray(dy, np.float64).sum(0), atol=1e-4)
 
@@ -82,11 +90,11 @@ def test_tf32_reads_the_gradient_once_on_an_h200(monkeypatch, split):
     """Its transpose and its sum come out of one kernel, unless the compiler may split arrays over
     devices: then of XLA."""
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: split)
-    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16384, 64), (16384, 96))]
+    shapes = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16384, 64), (16384, 96), (64, 96))]
 
     def operations(precision):
         text = lower_for_h200(
-            lambda x, dy: weight_and_bias_gradient(x, dy, precision=precision), *shapes
+            lambda *args: weight_and_bias_gradient(*args, precision=precision), *shapes
         )
         sums = re.findall(r"stablehlo\.reduce\(%\w+ init.*\(tensor<16384x96xf32>", text)
         return sorted(re.findall(r"custom_call @(\w+)", text)), len(sums)
@@ -99,8 +107,10 @@ def test_tf32_reads_the_gradient_once_on_an_h200(monkeypatch, split):
 
 def test_tf32_sums_over_the_last_axis_of_both_operands():
     x, w, dy = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 64), (64, 96), (512, 96)))
-    for precision, axes in ((jax.lax.Precision.HIGH, "[1] x [1]"), (PRECISIONS[0], "[1] x [0]")):
-        product = functools.partial(xla_matmul, precision=precision, dtype=jnp.float32)
+    axes = {PRECISIONS[0]: ("[1] x [0]", "[0] x [0]"), PRECISIONS[1]: ("[1] x [1]",) * 2}
+    for precision, expected in axes.items():
+        forward = functools.partial(product, precision=precision, dtype=jnp.float32)
         gradient = functools.partial(weight_gradient, precision=precision)
-        for text in (lower_for_h200(product, x, w), lower_for_h200(gradient, x, dy)):
-            assert re.findall(r"contracting_dims = (.*?),", text) == [axes]
+        texts = lower_for_h200(forward, x, w), lower_for_h200(gradient, x, dy)
+        found = [re.findall(r"contracting_dims = (.*?),", text) for text in texts]
+        assert found == [[each] for each in expected]

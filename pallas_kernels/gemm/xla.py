@@ -1,31 +1,5 @@
-"""Matmuls of FP8 operands, and the conversion to FP8.
+"""Matmul of FP8 operands. The docstring of pallas_kernels/gemm/__init__.py has the equation."""
 
-    quantize:       q = round(clip(x · scale, ±largest)), to the nearest FP8 number, ties to even
-                    amax = max |x|
-    scaled_matmul:  y = scale · a bᵀ
-
-e4m3 (float8_e4m3fn) has 4 bits of exponent and 3 bits of mantissa: 2⁻⁹ … 448. e5m2 (float8_e5m2)
-has 5 bits of exponent and 2 bits of mantissa: 2⁻¹⁶ … 57,344. At most one operand of a matmul is
-e5m2.
-
-Scales are powers of two (`scale_for`). Multiplication by a power of two is exact in every dtype, so
-the result of `scaled_matmul` is rounded once. FP8 numbers have an exponent: a scale moves the
-range, and does not change the relative error of numbers inside the range.
-
-Hopper's tensor cores read FP8 operands K-major only (contiguous along the axis of the sum).
-A linear layer sums along three different axes in y, dx and dw, so each of its arrays is needed row
-by row and transposed. One pass of `quantize` stores both.
-
-Shapes: a (M, K), b (N, K), y (M, N); x (R, C).
-
-Back ends of scaled_matmul (back ends of quantize: see pallas_kernels/fp8/conversion.py):
-    mosaic: Hopper (TMA and wgmma), sizes that its tiles divide.
-    xla: cuBLASLt's FP8 matmul on a GPU; any device.
-    reference: the definition in fp32.
-Neither function has a derivative.
-"""
-
-import dataclasses
 import functools
 from typing import Literal
 
@@ -35,74 +9,21 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, BackEnd
-from pallas_kernels.fp8.conversion import (
-    E4M3,
-    E5M2,
-    NO_DERIVATIVE,
-    Fp8Rows,
-    Quantized,
-    Scale,
-    largest,
-    quantize,
-    rows_of,
-    scale_for,
-    stochastic_e5m2,
-    transposed,
-    why_not_fp8,
-)
+from pallas_kernels.gemm.operands import E4M3, E5M2, NO_DERIVATIVE, why_not_fp8
 
-__all__ = [
-    "E4M3",
-    "E5M2",
-    "Fp8Rows",
-    "Quantized",
-    "largest",
-    "quantize",
-    "reference",
-    "rows_of",
-    "scale_for",
-    "scaled_matmul",
-    "stochastic_e5m2",
-    "transposed",
-    "why_not_fp8",
-]
-Implementation = Literal["auto", "mosaic", "xla", "reference"]
+Implementation = Literal["auto", "xla", "reference"]
 
-
-@dataclasses.dataclass(frozen=True)
-class MatmulFacts:
-    """Properties of a call of `scaled_matmul` on which the choice of a back end depends."""
-
-    rows: int
-    columns: int
-    inner: int
-
-
-def _why_not_mosaic(call: MatmulFacts) -> str | None:
-    if (why := _dispatch.why_not_mosaic()) is not None:
-        return why
-    from pallas_kernels.fp8 import mosaic
-
-    return mosaic.why_not(call.rows, call.columns, call.inner)
-
-
-# "auto" selects XLA only: the Mosaic kernel has to be named.
 _dispatch.register(
     "scaled_matmul",
-    back_ends=[
-        BackEnd("mosaic", _why_not_mosaic, custom=True),
-        BackEnd("xla", lambda call: why_not_fp8()),
-        REFERENCE,
-    ],
-    facts=MatmulFacts,
-    order=lambda call, partitioned: ("xla",),
+    back_ends=[BackEnd("xla", lambda facts: why_not_fp8()), REFERENCE],
+    order=lambda facts, partitioned: ("xla",),
 )
 
 
 def scaled_matmul(
     a: Float[Array, "M K"],
     b: Float[Array, "N K"],
-    scale: Scale = 1.0,
+    scale: Float[Array, ""] | float | int = 1.0,
     *,
     out_dtype: jax.typing.DTypeLike = jnp.bfloat16,
     fast_accumulation: bool = True,
@@ -121,7 +42,7 @@ def scaled_matmul(
         out_dtype: bfloat16, float16 or float32.
         fast_accumulation: whether "xla" may accumulate all of K in the tensor cores, with about 14
             bits. False: partial sums are added to fp32 registers at intervals of K.
-        implementation: "auto", or a back end: "mosaic", "xla", "reference".
+        implementation: "auto", or a back end: "xla", "reference".
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
@@ -138,19 +59,11 @@ def scaled_matmul(
         raise ValueError(
             f"scaled_matmul: expected out_dtype float32, bfloat16 or float16, got {out_dtype}"
         )
-    (m, k), n = a.shape, b.shape[0]
-    backend = _dispatch.select(
-        "scaled_matmul", implementation, arrays=(a, b), rows=m, columns=n, inner=k
-    )
+    backend = _dispatch.select("scaled_matmul", implementation, arrays=(a, b))
     scale = jnp.asarray(scale, jnp.float32)
     a, b, scale = _calls.once("scaled_matmul", (a, b, scale), NO_DERIVATIVE)
     if backend == "reference":
         return reference(a, b, scale).astype(out_dtype)
-    if backend == "mosaic":
-        from pallas_kernels.fp8 import mosaic
-
-        kernel = functools.partial(mosaic.matmul, out_dtype=out_dtype)
-        return _calls.looped("scaled_matmul", kernel)(a, b, scale)
     return _xla_matmul(a, b, scale, out_dtype, fast_accumulation)
 
 

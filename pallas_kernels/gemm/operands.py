@@ -1,13 +1,14 @@
-"""Conversion to FP8: `quantize`, and the functions that compute scales. The docstring of
-pallas_kernels/fp8/__init__.py contains the equations.
+"""Operands of matmuls, and the conversion of arrays to FP8 operands. The docstring of
+pallas_kernels/gemm/__init__.py contains the equations.
 
-Back ends:
-    triton: one pass over memory in tiles; compute capability 8.9 (Ada) or later.
+Back ends of `quantize` and `quantize_by_largest`:
+    triton: passes over memory in tiles; compute capability 8.9 (Ada) or later.
     xla: plain JAX; any device.
     reference: as xla.
-`quantize` has no derivative.
+No conversion has a derivative.
 """
 
+import dataclasses
 import functools
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +20,79 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-Scale = Float[Array, ""] | float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "has no derivative: call it in the functions of a jax.custom_vjp"
+SAMPLED, GROUP = 16, 256
+"""With `sampled`, number of columns that are read for the scale, the first `SAMPLED` of each
+`GROUP`: 32 bytes, one sector of memory."""
+
+
+class Scale(NamedTuple):
+    """A scale of a whole array, and factors that undo the scale. All are powers of two if the
+    factor is."""
+
+    value: Float[Array, ""]
+    inverse: Float[Array, ""]
+    """1 / value."""
+    over_factor: Float[Array, ""]
+    """1 / (factor · value), for the factor with which the scale was computed."""
+
+    @staticmethod
+    def of(value: Float[Array, ""], factor: float) -> "Scale":
+        return Scale(value, 1 / value, 1 / (factor * value))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "k_major", "scale", "exact"],
+    meta_fields=["factor"],
+)
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """A matrix as matmuls read it.
+
+    Attributes:
+        rows: (R, C), contiguous along C, for sums over C; None where it is not needed.
+        k_major: the transposed copy (C, R), contiguous along R, for sums over R. None: a matmul
+            over R reads `rows`.
+        scale: factor of the numbers that `rows` and `k_major` store, as an array.
+        factor: constant factor of the stored numbers.
+        exact: the matrix before rounding, (…, C), of a norm's output that is stored in FP8. A call
+            that is not differentiated reads it, and its cotangent is that of the matrix.
+    """
+
+    rows: Any = None
+    k_major: Any = None
+    scale: Scale | None = None
+    exact: Any = None
+    factor: float = 1.0
+
+    @property
+    def T(self) -> "Operand":  # noqa: N802  as jax.Array.T
+        """The transposed matrix."""
+        return dataclasses.replace(self, rows=self.k_major, k_major=self.rows)
+
+    def only(self, name: str) -> "Operand":
+        """Return the operand with one of its copies, "rows" or "k_major"; unchanged if it has no
+        such copy."""
+        if getattr(self, name) is None:
+            return self
+        return dataclasses.replace(self, exact=None, **{("rows", "k_major")[name == "rows"]: None})
+
+
+def exact(x: Any) -> Any:
+    """Return the matrix of an `Operand` before rounding; x itself if it is an array."""
+    return x.exact if isinstance(x, Operand) else x
+
+
+def structure(x: Any) -> Operand | None:
+    """Return an `Operand` without arrays if x is an `Operand`, else None, for `cotangent`."""
+    return Operand(factor=x.factor) if isinstance(x, Operand) else None
+
+
+def cotangent(dx: Array, like: Operand | None) -> Array | Operand:
+    """Return the cotangent of x: dx, or for an `Operand` dx as the cotangent of `exact`."""
+    return dx if like is None else dataclasses.replace(like, exact=dx)
 
 
 def largest(dtype: jax.typing.DTypeLike) -> float:
@@ -89,28 +160,9 @@ class Quantized(NamedTuple):
     """max |x| before the scale, fp32."""
 
 
-class Fp8Rows(NamedTuple):
-    """Output rows of a norm, stored in e4m3 for the next layer.
-
-    In a call that is not differentiated, y is not rounded to e4m3, and the layer reads y. XLA
-    removes unused arrays.
-    """
-
-    y: Any
-    """Output of the norm in 16 bits, (…, C). The cotangent of y is the cotangent of the rows."""
-    rows: Any
-    """Output of the norm times the scale in e4m3, (R, C)."""
-    transposed: Any
-
-
-def rows_of(x: Any) -> Any:
-    """Return y if x is `Fp8Rows`, else x."""
-    return x.y if isinstance(x, Fp8Rows) else x
-
-
 def quantize(
     x: Float[Array, "R C"],
-    scale: Scale,
+    scale: Float[Array, ""] | float | int,
     dtype: jax.typing.DTypeLike = E4M3,
     *,
     rows: bool = True,
@@ -139,7 +191,7 @@ def quantize(
         raise ValueError("quantize: expected rows=True or transposed=True, got neither")
     x, scale = _calls.once("quantize", (x, jnp.asarray(scale, jnp.float32)), NO_DERIVATIVE)
     if _dispatch.select("quantize", implementation, arrays=x) == "triton":
-        from pallas_kernels.fp8 import triton
+        from pallas_kernels.gemm import triton
 
         kernel = functools.partial(triton.quantize, dtype=dtype, rows=rows, transposed=transposed)
         return Quantized(*_calls.looped("quantize", kernel)(x, scale))
@@ -158,6 +210,48 @@ def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
     """Return a transposed copy of an FP8 matrix, by the default back end. No derivative."""
     if _dispatch.select("quantize", arrays=q) != "triton":
         return q.T
-    from pallas_kernels.fp8 import triton
+    from pallas_kernels.gemm import triton
 
     return _calls.looped("transposed", triton.transposed)(q)
+
+
+def quantize_by_largest(
+    x: Float[Array, "R C"],
+    dtype: jax.typing.DTypeLike,
+    *,
+    headroom: float = 1.0,
+    factor: float = 1.0,
+    sampled: bool = False,
+) -> Operand:
+    """Convert x to FP8, both copies, with a scale from the largest |x|.
+
+        scale = the largest power of two with scale · headroom · max |x| ≤ largest(dtype)
+        q = round(x · scale), numbers beyond the largest FP8 number become the largest number
+
+    x in fp32 is first rounded to bf16. Strategies that shard the parameters gather them in bf16:
+    with this rounding, all strategies convert the same numbers.
+
+    With triton, one kernel stores maxima of parts of x, and the kernel of the conversion computes
+    the scale from them, its inverse, and a factor of the inverse: with XLA, each of these would be
+    a launch.
+
+    Args:
+        headroom: largest ratio of a number of x to the largest one that was read.
+        factor: of `Scale.over_factor`.
+        sampled: whether to read a sample of the columns for the scale, if C is a multiple of
+            `GROUP`.
+    """
+    group = GROUP if sampled and x.shape[1] % GROUP == 0 else None
+    if _dispatch.select("quantize", arrays=x) == "triton":
+        from pallas_kernels.gemm import triton_own_scale
+
+        how = {"dtype": jnp.dtype(dtype), "headroom": headroom, "factor": factor, "group": group}
+        kernel = functools.partial(triton_own_scale.quantize_by_largest, sampled=SAMPLED, **how)
+        rows, k_major, *scale = _calls.looped("quantize", kernel)(x)
+        return Operand(rows, k_major, Scale(*scale))
+    if x.dtype == jnp.float32:
+        x = jax.lax.reduce_precision(x, 8, 7)
+    sample = x if group is None else x.reshape(len(x), x.shape[1] // group, group)[:, :, :SAMPLED]
+    scale = scale_for(jnp.abs(sample).max(initial=0.0), dtype, headroom)
+    q = quantize(x, scale, dtype, transposed=True)
+    return Operand(q.rows, q.transposed, Scale.of(scale, factor))

@@ -1,7 +1,7 @@
 """Stochastic rounding of fp32 to e5m2 in Triton kernels: `to_e5m2`, and `block_to_e5m2` in PTX.
 
 Both clip x to the largest e5m2 number and compute the bits of `stochastic_e5m2`
-(pallas_kernels/fp8/conversion.py), `block_to_e5m2` only where no x is NaN. e5m2 is the first byte
+(pallas_kernels/gemm/operands.py), `block_to_e5m2` only where no x is NaN. e5m2 is the first byte
 of fp16: the noise is added to the second byte, and a carry rounds the magnitude up.
 """
 

@@ -1,0 +1,370 @@
+"""Matmul with an epilogue on Hopper (Pallas Mosaic GPU): TMA, wgmma, a persistent grid of thread
+blocks (CTAs). In each thread block one warpgroup loads and two compute.
+
+A work item is a tile of the result of one computing warpgroup. The matmul of one warpgroup runs
+while the other warpgroup runs its epilogue. Both warpgroups read one ring of operands, in the order
+of the tiles.
+
+| barrier | number | arrivals | who arrives | who waits |
+| --- | --- | --- | --- | --- |
+| `full` | 2 × stages | 2 | the copies of a and b | computing warpgroup 0 or 1 |
+| `empty` | stages | cluster | the reading warpgroup of each thread block | loading warpgroup |
+
+`cluster` is the number of thread blocks that share b. A slot is free once all thread blocks of the
+cluster have released the slot.
+
+Operands have 8 or 16 bits. wgmma reads 8-bit operands K-major only: b is then N×K.
+
+Shapes: M rows, N columns of the result, K contracted; the tile of one warpgroup is R×P, in parts of
+64×Q, and a step of its matmul runs over D numbers of K.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import _mosaic
+from pallas_kernels._mosaic import Ring, pl, plgpu, swizzled
+
+DEPTH_BYTES = 128
+"""Bytes of K in one step: the largest swizzle."""
+PART_ROWS = 64
+"""Rows of the part of a tile that an epilogue stores at a time."""
+COMPUTING = 2
+"""Number of computing warpgroups."""
+MOST_WASTED = 0.05
+"""Largest fraction of a row's tiles that may be out of bounds. GPT-2's widths: 0 to 3 %."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tile sizes.
+
+    Attributes:
+        rows, columns: size of the tile of one warpgroup.
+        stages: steps in shared memory.
+        cluster: number of thread blocks with consecutive rows that share each tile of b.
+        group: number of rows of tiles that run at nearly the same time, for the L2 cache.
+        part_columns: columns of the part of a tile that is stored at a time.
+        slots: parts in shared memory for each warpgroup. `slots` divides the number of parts with
+            the same columns. Then, for any last columns of a tile, the slot of the next tile's
+            first part is free once all but the newest `slots` − 1 copies are complete.
+    """
+
+    rows: int = 128
+    columns: int = 192
+    stages: int = 4
+    cluster: int = 2
+    group: int = 1
+    part_columns: int = 64
+    slots: int = 2
+
+    def __post_init__(self):
+        if self.column_parts % self.slots:
+            raise ValueError(
+                f"{self.slots} slots do not divide the {self.column_parts} parts of a column"
+            )
+
+    @property
+    def column_parts(self) -> int:
+        """Number of parts with the same columns."""
+        return self.rows // PART_ROWS
+
+    def parts(self) -> list[tuple[slice, slice]]:
+        """Return rows and columns of each part of a tile. Parts with the same columns are
+        consecutive."""
+        return [
+            (slice(m, m + PART_ROWS), slice(p, p + self.part_columns))
+            for p in range(0, self.columns, self.part_columns)
+            for m in range(0, self.rows, PART_ROWS)
+        ]
+
+    def divide(self, m: int, n: int, k: int, itemsize: int) -> bool:
+        """Return whether the tiles divide the sizes; the last columns may be a cut tile."""
+        # The last tile of a row may be partly out of bounds: TMA reads zeros there.
+        wasted = pl.cdiv(n, self.columns) * self.columns - n
+        return (
+            m % (self.rows * self.cluster) == 0
+            and k % (DEPTH_BYTES // itemsize) == 0
+            and n % self.part_columns == 0
+            and wasted <= MOST_WASTED * n
+        )
+
+
+# Fastest first. bf16 on an H200, 65536×768×3072: the matmul alone takes 0.44 ms, 192 columns
+# 0.50 ms, without the cluster 0.535, parts of 64×32 0.50–0.55, 128 or 256 columns more. At the
+# other widths 192 columns take 3 to 9 % less time than 128, forward and for du, although the last
+# tile is partly out of bounds.
+TILES_16 = (Tiles(), Tiles(columns=128, stages=5, cluster=1))
+TILES_8 = (Tiles(group=8), Tiles(columns=128, stages=5, group=8))
+
+
+def tiles_for(m: int, n: int, k: int, itemsize: int) -> Tiles | None:
+    """Return the first tiles that divide the sizes, or None.
+
+    Args:
+        itemsize: bytes of an operand's number, 1 or 2.
+    """
+    choices = TILES_8 if itemsize == 1 else TILES_16
+    return next((tiles for tiles in choices if tiles.divide(m, n, k, itemsize)), None)
+
+
+def why_not(m: int, n: int, k: int, itemsize: int) -> str | None:
+    """Return None if there are tiles for M×N results over K, else the reason."""
+    if tiles_for(m, n, k, itemsize) is not None:
+        return None
+    fewest = TILES_8[1] if itemsize == 1 else TILES_16[1]
+    return (
+        f"has no tiles for {m} rows, {n} columns and {k} contracted: needs rows a multiple of "
+        f"{fewest.rows * fewest.cluster}, contracted a multiple of {DEPTH_BYTES // itemsize}, and "
+        f"columns a multiple of {fewest.columns}, or with rows a multiple of "
+        f"{TILES_16[0].rows * TILES_16[0].cluster} a multiple of {TILES_16[0].part_columns} a "
+        f"little below a multiple of {TILES_16[0].columns}"
+    )
+
+
+class Operands(NamedTuple):
+    """The ring of operands, in the order of its allocation."""
+
+    a: Any
+    b: Any
+    full: Any
+    empty: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class At:
+    """Position of the tile of a warpgroup: rows and columns as slices, and the index of the tile's
+    row of tiles.
+
+    Attributes:
+        columns_left: columns from the tile's first to the last of the matrix, if the tile may be
+            partly out of bounds; else None.
+    """
+
+    wg: jax.Array
+    rows: pl.Slice
+    columns: pl.Slice
+    row_tile: jax.Array
+    columns_left: jax.Array | None
+
+    def unless_out_of_bounds(self, columns: slice) -> Callable:
+        """Decorator that calls the function immediately if these columns are in bounds."""
+        if self.columns_left is None:
+            return lambda f: f()
+        return pl.when(columns.start < self.columns_left)
+
+
+def matmul(
+    a_MK: jax.Array,
+    b: jax.Array,
+    *others: jax.Array,
+    tiles: Tiles,
+    k_major: bool,
+    begin: Callable[..., None],
+    finish: Callable[..., Any],
+    out_type: list[jax.ShapeDtypeStruct],
+    scratch: Any,
+) -> tuple[jax.Array, ...]:
+    """Compute a b tile by tile, and call `finish` on each tile.
+
+    Args:
+        b: K×N, or N×K if `k_major`.
+        others: more arrays, for the callbacks.
+        begin: (position, others, scratch) → None: starts the copies that `finish` waits for.
+        finish: (position, fp32 tile of a b, others, outputs, scratch) → None: stores the tile.
+        scratch: a named tuple of scratch types.
+    """
+    (m, k), n = a_MK.shape, b.shape[0 if k_major else 1]
+    depth = DEPTH_BYTES // a_MK.dtype.itemsize
+    row_items, column_items = m // (tiles.rows * tiles.cluster), pl.cdiv(n, tiles.columns)
+    clusters = _mosaic.num_sms() // tiles.cluster
+    total = row_items * column_items
+
+    def kernel(a_gmem, b_gmem, *refs):
+        other_gmem, refs = refs[: len(others)], refs[len(others) :]
+        *out_gmem, scratch_refs, operands = refs
+        wg = lax.axis_index("wg")
+        cluster, peer = lax.axis_index("cluster"), lax.axis_index("peer")
+        block = _Block(
+            tiles=tiles,
+            k_major=k_major,
+            depth=depth,
+            row_items=row_items,
+            column_items=column_items,
+            columns=n,
+            steps=k // depth,
+            clusters=clusters,
+            begin=lambda at: begin(at, other_gmem, scratch_refs),
+            finish=lambda at, acc_RP: finish(at, acc_RP, other_gmem, out_gmem, scratch_refs),
+            a=a_gmem,
+            b=b_gmem,
+            operands=operands,
+            ring=Ring(tiles.stages, operands.full, operands.empty),
+            wg=wg,
+            cluster=cluster,
+            peer=peer,
+            local=lax.div(total - cluster + clusters - 1, jnp.int32(clusters)),
+        )
+        pl.when(wg == COMPUTING)(block.load)
+        pl.when(wg < COMPUTING)(block.compute)
+
+    empty = plgpu.Barrier(num_barriers=tiles.stages)
+    if tiles.cluster > 1:
+        empty = plgpu.ClusterBarrier(collective_axes=("peer",), num_barriers=tiles.stages)
+    b_tile = (tiles.columns, depth) if k_major else (depth, tiles.columns)
+    f = plgpu.kernel(
+        kernel,
+        out_type=out_type,
+        scratch_types=[
+            scratch,
+            Operands(
+                a=swizzled((tiles.stages, tiles.rows, depth), a_MK.dtype),
+                b=swizzled((tiles.stages, *b_tile), b.dtype),
+                full=plgpu.Barrier(num_arrivals=2, num_barriers=(COMPUTING, tiles.stages)),
+                empty=empty,
+            ),
+        ],
+        grid=(clusters,),
+        grid_names=("cluster",),
+        cluster=(tiles.cluster,),
+        cluster_names=("peer",),
+        num_threads=COMPUTING + 1,
+        thread_name="wg",
+        # Sums stay inside a warp.
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+    return tuple(f(a_MK, b, *others))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
+
+    Tiles cluster, cluster + clusters, … of the result belong to this thread block. The computing
+    warpgroups alternate: warpgroup 0 computes the first tile, warpgroup 1 the second tile.
+
+    Attributes:
+        row_items, column_items: number of tiles along M (for each thread block of a cluster) and N.
+        columns: number of columns of the result.
+        steps: number of steps of the matmul of one tile, `depth` numbers of K each.
+        cluster, peer: index of the cluster, and of the thread block in the cluster.
+        local: number of this thread block's tiles.
+    """
+
+    tiles: Tiles
+    k_major: bool
+    depth: int
+    row_items: int
+    column_items: int
+    columns: int
+    steps: int
+    clusters: int
+    begin: Any
+    finish: Any
+    a: Any
+    b: Any
+    operands: Operands
+    ring: Ring
+    wg: jax.Array
+    cluster: jax.Array
+    peer: jax.Array
+    local: jax.Array
+
+    def position(self, tile) -> At:
+        """Return the position in the result of this thread block's tile number `tile`."""
+        tiles = self.tiles
+        group, rest = _divmod(tile * self.clusters + self.cluster, tiles.group * self.column_items)
+        if tiles.group == 1:
+            row, column = group, rest
+        else:
+            first = group * tiles.group
+            height = jnp.minimum(tiles.group, self.row_items - first)
+            column = lax.div(rest, height)
+            row = first + rest - column * height
+        row = row * tiles.cluster + self.peer
+        first_column = column * tiles.columns
+        cut = self.columns % tiles.columns != 0
+        return At(
+            wg=self.wg,
+            rows=pl.ds(row * tiles.rows, tiles.rows),
+            columns=pl.ds(first_column, tiles.columns),
+            row_tile=row,
+            columns_left=self.columns - first_column if cut else None,
+        )
+
+    def load(self) -> None:
+        """Load the operands of all tiles."""
+        plgpu.set_max_registers(40, action="decrease")
+        tiles, ring, operands = self.tiles, self.ring, self.operands
+
+        @pl.loop(0, self.local)
+        def _tile(tile):
+            at = self.position(tile)
+            reader = lax.rem(tile, jnp.int32(COMPUTING))
+
+            @pl.loop(0, self.steps)
+            def _step(k):
+                step = tile * self.steps + k
+                slot = ring.slot(step)
+                ring.wait_empty(step, slot=slot)
+                depth = pl.ds(k * self.depth, self.depth)
+                full = ring.full.at[reader, slot]
+                plgpu.copy_gmem_to_smem(self.a.at[at.rows, depth], operands.a.at[slot], full)
+                plgpu.copy_gmem_to_smem(
+                    self.b.at[at.columns, depth] if self.k_major else self.b.at[depth, at.columns],
+                    operands.b.at[slot],
+                    full,
+                    collective_axes="peer" if tiles.cluster > 1 else None,
+                )
+
+        # A thread block must not end while another thread block of the cluster may still arrive on
+        # the barriers of the former.
+        ring.drain(self.local * self.steps)
+
+    def compute(self) -> None:
+        """Compute and store this warpgroup's tiles."""
+        plgpu.set_max_registers(232, action="increase")
+
+        @pl.loop(0, lax.div(self.local - self.wg + 1, jnp.int32(COMPUTING)))
+        def _tile(n):
+            tile = n * COMPUTING + self.wg
+            at = self.position(tile)
+            self.begin(at)
+            acc_RP = pl.run_scoped(
+                lambda acc_ref: self.sums(acc_ref, tile * self.steps),
+                plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32),
+            )
+            self.ring.release(self.ring.slot(tile * self.steps + self.steps - 1))
+            self.finish(at, acc_RP)
+
+        plgpu.wait_smem_to_gmem(0)
+
+    def sums(self, acc_ref, first):
+        """Return the tile of the steps from `first` on. The slot of the last step is not released
+        yet."""
+        ring, operands = self.ring, self.operands
+
+        def step(k, _):
+            slot = ring.slot(first + k)
+            ring.wait_full(slot, self.wg)
+            b = operands.b.at[slot]
+            plgpu.wgmma(acc_ref, operands.a.at[slot], b.transpose((1, 0)) if self.k_major else b)
+            # The matmul of this step runs while the operands of the last step are released.
+            plgpu.wgmma_wait(1)
+
+            @pl.when(k > 0)
+            def _():
+                ring.release(ring.slot(first + k - 1))
+
+        lax.fori_loop(0, self.steps, step, None)
+        return acc_ref[...]
+
+
+def _divmod(x, y: int):
+    quotient = lax.div(x, jnp.int32(y))
+    return quotient, x - quotient * y

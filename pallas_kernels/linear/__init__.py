@@ -1,0 +1,144 @@
+"""Linear layer.
+
+    y = x W + b      dx = dy Wᵀ      dW = xᵀ dy      db = Σ_n dy
+
+Back ends:
+    xla: XLA's matmuls, with operands by the call's numerics (pallas_kernels/gemm). Differentiable
+        once, in reverse mode. Any device.
+    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
+        higher derivatives work. Any device.
+
+Shapes: N rows (all leading axes of x), I inputs, O outputs.
+"""
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import BackEnd
+from pallas_kernels.gemm.clipping import counted
+from pallas_kernels.gemm.numerics import (
+    Fp8,
+    Numerics,
+    NumericsFacts,
+    joined,
+    like,
+    numerics_of,
+    rows_of,
+    split_like,
+)
+from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
+
+Implementation = Literal["auto", "xla", "reference"]
+
+
+_dispatch.register(
+    "linear",
+    back_ends=[
+        BackEnd("xla", NumericsFacts.why_not),
+        BackEnd("reference", NumericsFacts.why_not_reference),
+    ],
+    facts=NumericsFacts,
+)
+
+
+def linear(
+    x: Float[Array, "*B I"] | Operand,
+    w: Float[Array, "I O"] | tuple[Float[Array, "I _"], ...],
+    b: Float[Array, " O"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    *,
+    numerics: str | Numerics | None = None,
+    implementation: Implementation | str = "auto",
+) -> Float[Array, "*B O"]:
+    """Compute x w + b in x's dtype, rounded once; x w if b is None.
+
+    Gradients of w and b are summed in fp32.
+
+    Args:
+        x: fp32, bf16 or fp16; or the `Operand` of a norm with the same numerics.
+        w, b: of x's dtype or fp32. A w in fp32 is rounded to x's dtype; b is added before the one
+            rounding of the result. The gradients have the dtypes of w and b. A tuple of matrices w
+            is one matmul with the matrices concatenated along the columns; the backward pass stores
+            only the separate matrices.
+        precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
+        numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
+            the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
+        implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
+            with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or numerics, or the back end cannot run this call.
+    """
+    how = numerics_of("linear", numerics, precision, Fp8())
+    return checked_linear("linear", x, w, b, implementation, how)
+
+
+def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics):
+    """Compute `linear`. `kernel` is the name of the public function in error messages."""
+    given, x = x, exact(x)
+    ws = jax.tree.leaves(w)
+    outputs = sum(w.shape[-1] for w in ws if w.ndim)
+    if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
+        b is not None and b.shape != (outputs,)
+    ):
+        raise ValueError(
+            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, "
+            f"{', '.join(str(w.shape) for w in ws)}, {None if b is None else b.shape}"
+        )
+    if x.dtype not in _dispatch.DTYPES or any(
+        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (*ws, b)
+    ):
+        raise ValueError(
+            f"{kernel}: expected x in float32, bfloat16 or float16, w and b in x's dtype or "
+            f"float32, got {x.dtype}, {', '.join(str(w.dtype) for w in ws)}, "
+            f"{None if b is None else b.dtype}"
+        )
+    backend = _dispatch.select("linear", implementation, arrays=(x, w, b), numerics=numerics)
+    if backend == "reference":
+        y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
+    else:
+        f = counted(kernel, _linear, numerics.quantized)
+        y_NO = _calls.differentiable(kernel, f, rows_of(given), w, b, numerics)
+    return y_NO.reshape(*x.shape[:-1], outputs)
+
+
+def reference(x_NI, w, b_O=None):
+    """Compute the definition of `linear` in fp32 with true fp32 matmuls. Return fp32."""
+    x_NI, w_IO = x_NI.astype(jnp.float32), joined(w, jnp.float32)
+    y_NO = jnp.matmul(x_NI, w_IO, precision=jax.lax.Precision.HIGHEST)
+    return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _linear(x_NI, w, b_O, numerics: Numerics):
+    return forward(exact(x_NI), w, b_O, numerics.plain)[0]
+
+
+def forward(x_NI, w, b_O, numerics: Numerics):
+    """Return x w + b in x's dtype, and the operands for `Numerics.gradients`."""
+    x, w = numerics.activation(x_NI), numerics.weight(w)
+    y_NO = numerics.product(x, w, exact(x_NI).dtype, b_O)
+    return y_NO, (x.only("k_major"), w.only("rows"))
+
+
+def _forward(x_NI, w, b_O, numerics):
+    y_NO, operands = forward(x_NI, w, b_O, numerics)
+    return y_NO, (operands, like(w), b_O, structure(x_NI))
+
+
+def _backward(numerics, saved, dy_NO):
+    # JAX's differentiation rule would multiply an fp32 gradient by bf16 operands at the fp32 rate,
+    # and sum the gradient of the bias in bf16.
+    operands, w, b_O, x_like = saved
+    dx_NI, dw_IO, db_O = numerics.gradients(*operands, dy_NO, bias=b_O is not None)
+    db_O = None if b_O is None else db_O.astype(b_O.dtype)
+    return cotangent(dx_NI, x_like), split_like(dw_IO, w), db_O
+
+
+_linear.defvjp(_forward, _backward)
