@@ -26,7 +26,8 @@ OTHERS = set(
     "--logdir --check --local-dir --executable-cache --torch --llmc --picture --moment-dtype "
     "--overlap-reduce --no-overlap-reduce --coordinator --connect-timeout --peak-tflops "
     "--resume-with-changes --process-count --process-index --sample-tokens --compilation-cache "
-    "--log-every --eval-items --fp8-clipping-every --overfit-one-batch --need-gpu".split()
+    "--log-every --eval-items --fp8-clipping-every --overfit-one-batch --need-gpu --lines "
+    "--skip-bad-lines".split()
 )
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.

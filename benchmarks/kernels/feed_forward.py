@@ -18,7 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels.feed_forward import Options, backward, forward, linear_gelu, mlp
+from pallas_kernels.feed_forward import Options, hidden, hidden_gradient, linear_gelu, mlp
+from pallas_kernels.gemm import Operand, Plain
 
 # N, I, O
 SHAPES = [(65536, 768, 3072), (16384, 1280, 5120), (16384, 1600, 6400), (4096, 768, 3072)]
@@ -47,13 +48,10 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
     precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
 
     def run(backend, x, w, b, *, save=True):
-        return forward(
-            x,
-            w,
-            b if activation == "gelu" else None,
-            Options(activation, backend, precision),
-            save=save,
-        )
+        b = b if activation == "gelu" else None
+        options = Options(activation, backend, Plain(precision))
+        y, saved = hidden(options, Operand(x), Operand(w), b, dtype, save)
+        return y.rows, saved
 
     def torch_forward(torch):
         f = torch.nn.functional
@@ -96,7 +94,9 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
 def backward_case(n, i, o, activation) -> Case:
     def run(backend, dy, derivative, x, w):
         b = jnp.zeros(o, jnp.bfloat16) if activation == "gelu" else None
-        return backward(Options(activation, backend, None), (x, w, b, derivative), dy)
+        du, db, _ = hidden_gradient(Options(activation, backend, Plain()), dy, derivative, b)
+        dx = Plain().input_gradient(du, Operand(w), dy.dtype)
+        return dx, Plain().weight_gradient(Operand(x), du), db
 
     def two_matmuls(dy, derivative, x, w):
         return dy @ w.T, x.T @ dy

@@ -16,7 +16,7 @@ from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.llama3 import Llama3Config
 from gptjax.models.speedrun import SpeedrunConfig
 from gptjax.optim import MuonConfig, NorMuonConfig, OptimizerConfig
-from gptjax.precision import NAMES, Precision
+from gptjax.precision import PRECISIONS, Precision
 from gptjax.stages import Stage
 from gptjax.terminal import docstrings
 
@@ -44,7 +44,7 @@ SUBCLASSES = {Config: ("model", "optimizer")}
 def type_name(hint: object) -> str:
     """Return a field's type: its choices, or the names of its classes."""
     if hint is Precision:
-        return ", ".join(f"`{name}`" for name in NAMES)
+        return ", ".join(f"`{name}`" for name in PRECISIONS)
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
     if typing.get_origin(hint) is tuple:

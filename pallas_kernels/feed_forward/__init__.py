@@ -302,19 +302,19 @@ def _linear(kernel, activation, x, w, b, implementation, numerics):
 def _activated(x_NI, w_IO, b_O, options: Options):
     numerics = options.numerics
     operands = numerics.activation(x_NI), numerics.weight(w_IO)
-    return _hidden(options, *operands, b_O, x_NI.dtype, save=False)[0].rows
+    return hidden(options, *operands, b_O, x_NI.dtype, save=False)[0].rows
 
 
 def _activated_forward(x_NI, w_IO, b_O, options):
     x, w = options.numerics.activation(x_NI), options.numerics.weight(w_IO)
-    y, saved_NO = _hidden(options, x, w, b_O, x_NI.dtype)
+    y, saved_NO = hidden(options, x, w, b_O, x_NI.dtype)
     return y.rows, (x, w, like(w_IO), b_O, saved_NO)
 
 
 def _activated_backward(options, saved, dy_NO):
     x, w, w_like, b_O, saved_NO = saved
     numerics = options.numerics
-    du, db_O, _ = _hidden_gradient(options, dy_NO, saved_NO, b_O)
+    du, db_O, _ = hidden_gradient(options, dy_NO, saved_NO, b_O)
     dx_NI = numerics.input_gradient(du, w, dy_NO.dtype)
     dw_IO = numerics.weight_gradient(x, du)
     return dx_NI, split_like(dw_IO, w_like), None if b_O is None else db_O.astype(b_O.dtype)
@@ -332,7 +332,7 @@ def _mlp(x_NI, w, b_O, w2_OC, options: Options):
         how = options.activation, options.output_major, numerics.plain, named
         return _checked_mlp(x_NI, w, b_O, w2_OC, *how)
     operands = numerics.activation(x_NI), numerics.weight(w, options.output_major)
-    y, _ = _hidden(options, *operands, b_O, x_NI.dtype, save=False)
+    y, _ = hidden(options, *operands, b_O, x_NI.dtype, save=False)
     return numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)
 
 
@@ -340,7 +340,7 @@ def _mlp_forward(x_NI, w, b_O, w2_OC, options):
     numerics, dtype = options.numerics, exact(x_NI).dtype
     x, w2 = numerics.activation(x_NI), numerics.weight(w2_OC)
     w_operand = numerics.weight(w, options.output_major)
-    y, saved_NO = _hidden(options, x, w_operand, b_O, dtype)
+    y, saved_NO = hidden(options, x, w_operand, b_O, dtype)
     count("hidden", y.rows)
     y_NC = numerics.product(y, w2, dtype)
     # In TF32, y is not saved: the backward pass recomputes it.
@@ -371,7 +371,7 @@ def _mlp_backward(options, saved, dy_NC):
         du, y_again = Operand(du_NO, du_ON, dy.scale), None
     else:
         dh_NO = numerics.input_gradient(dy, w2, dtype)
-        du, db_O, y_again = _hidden_gradient(options, dh_NO, saved_NO, b_O, dy, y is None)
+        du, db_O, y_again = hidden_gradient(options, dh_NO, saved_NO, b_O, dy, y is None)
     count("hidden_gradient", du.rows)
     dx_NI = numerics.input_gradient(du, w, dtype)
     dw = numerics.weight_gradient(x, du, options.output_major)
@@ -391,8 +391,8 @@ def _why_not_du(dy: Operand, w2: Operand) -> str | None:
     return mosaic.why_not(n, o, c, dy.rows.dtype.itemsize)
 
 
-def _hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
-    """Return the operand of y = a(x w + b), and the array that `_hidden_gradient` reads: the
+def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
+    """Return the operand of y = a(x w + b), and the array that `hidden_gradient` reads: the
     derivative, y, or x w if `options.in_passes`; None without `save`."""
     numerics, stored = options.numerics, options.hidden(dtype)
     b_O = None if b_O is None else b_O.astype(jnp.float32)
@@ -442,11 +442,11 @@ def _hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
     return Operand(q.rows, q.transposed, factor=stored.scale), saved_NO
 
 
-def _hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_again=False):
+def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_again=False):
     """Return du = dh · a'(u) as an operand, db in fp32 or None, and the operand of y or None.
 
     Args:
-        saved_NO: from `_hidden`.
+        saved_NO: from `hidden`.
         dy: operand of the MLP's gradient, whose scale is that of du.
         y_again: whether to recompute y.
     """
