@@ -1,6 +1,7 @@
 """examples/: a model in one file through every command of a run, and a mixture of experts."""
 
 import dataclasses
+import functools
 import sys
 from pathlib import Path
 
@@ -13,11 +14,12 @@ from flax import nnx
 from train_tools import losses, rows, run
 
 import gptjax
-from gptjax import GPT2Config, cli, devices, generate, loss_fn, parallel
+from gptjax import GPT2Config, cli, devices, generate, loss_fn, parallel, precision
 from gptjax.config import ConfigError
-from gptjax.models.base import graph, params_of
+from gptjax.models.base import graph, init_params, params_of
 from gptjax.optim import Metrics, OptimizerConfig, switch_algorithm
 from gptjax.plot import plot_runs
+from gptjax.training.step import loss_and_grads
 from pallas_kernels import rms_norm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,6 +53,27 @@ def rotary(load):
 def mixture(load):
     steps = {"max_steps": 8, "val_every": 4, "sample_every": 8, "checkpoint_every": 4}
     return load(MIXTURE, {"n_embd": 16, "window": 5}, name="moe", **steps)
+
+
+def test_a_precision_is_one_class(load, monkeypatch):
+    """Every matmul of the blocks and the head has FP8 operands in the step; the loss is near that
+    of bf16, and falls."""
+    monkeypatch.setattr(precision, "PRECISIONS", dict(precision.PRECISIONS))
+    file = EXAMPLES / "new_precision.py"
+    assert len(file.read_text().splitlines()) <= 80
+    sizes = {"vocab_size": 257, "padded_vocab_size": None, "n_embd": 32}
+    config = load(file, sizes, max_steps=8, sample_every=0, checkpoint_every=0)
+    step = functools.partial(loss_and_grads, graph(config.model))
+    params = jax.eval_shape(lambda: init_params(config.model, 0))
+    text = jax.jit(step).lower(params, jnp.zeros((1, 2, 33), jnp.int32)).as_text()
+    matmuls = [line for line in text.splitlines() if "dot_general" in line and "f8E" in line]
+    assert len(matmuls) == 2 * (3 + 6) + 3
+    assert run(config)[0] == 0
+    model = dataclasses.replace(config.model, precision=precision.Precision("bf16"))
+    assert run(plain := dataclasses.replace(config, name="plain", model=model))[0] == 0
+    found, expected = losses(config), losses(plain)
+    assert found[8][0] < found[1][0] and found != expected
+    assert abs(found[8][0] - expected[8][0]) < 0.02 * expected[8][0]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
