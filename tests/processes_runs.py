@@ -12,6 +12,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -83,11 +84,18 @@ def refusals(config: Config, index: int) -> dict[str, Config]:
     }
 
 
-def interrupt(step: int, number: int) -> None:
-    """Send this process a signal when it reads the metrics of a step."""
+def interrupt(step: int, number: int, checkpoint: Path | None = None) -> None:
+    """Send this process a signal when it reads the metrics of a step.
+
+    Args:
+        checkpoint: wait, at most a minute, until this checkpoint is complete.
+    """
 
     def write(self, kind, at, tokens, **fields):
         if kind == "train" and at == step:
+            end = time.monotonic() + 60
+            while checkpoint and not checkpoint.exists() and time.monotonic() < end:
+                time.sleep(0.1)
             os.kill(os.getpid(), number)
 
     run_log.NoLog.write = write
@@ -120,7 +128,7 @@ def main(scenario: str, file: str, index: int, count: int, coordinator: str) -> 
     results = {}
     if scenario == "killed":
         processes.HEARTBEAT_SECONDS = 10
-        interrupt(KILLED_AT, signal.SIGKILL)
+        interrupt(KILLED_AT, signal.SIGKILL, config.run_dir / "checkpoints" / str(KILLED_AT - 2))
     if scenario != "runs":
         command(file)
     if count == 1:

@@ -375,7 +375,7 @@ def test_compiled_kernels():
         for s in (((65536, 6400), jnp.bfloat16), ((6400,), jnp.float32), ((65536, 6400), E4M3))
     )
     for activation in ("gelu", "relu_squared"):
-        how = {"stored": FP8.hidden(activation, jnp.bfloat16)}
+        how = {"stored": FP8.hidden_format(activation, jnp.bfloat16)}
         forward = functools.partial(triton_activation.activated, activation=activation, **how)
         backward = functools.partial(triton_activation.activated_backward, bias=True, **how)
         kernels = triton_kernels(forward, u, b) + triton_kernels(backward, u, q, scale)

@@ -69,11 +69,11 @@ def check_transposed(found, rows):
     assert bool(jnp.array_equal(found, rows.T))
 
 
-GELU = Fp8().hidden("gelu", jnp.bfloat16)
+GELU = Fp8().hidden_format("gelu", jnp.bfloat16)
 STORED = {
     "gelu": GELU,
     "gelu, bf16": dataclasses.replace(GELU, saved_dtype=jnp.bfloat16, saved_scale=1.0),
-    "relu_squared": Fp8().hidden("relu_squared", jnp.bfloat16),
+    "relu_squared": Fp8().hidden_format("relu_squared", jnp.bfloat16),
 }
 
 

@@ -84,7 +84,7 @@ def quantized_twice(v, scale, dtype):
 
 
 def forward_case(name: str, m, k, n) -> Case:
-    scale, bias, stored = k**-0.5, name == "gelu", Fp8().hidden(name, BF16)
+    scale, bias, stored = k**-0.5, name == "gelu", Fp8().hidden_format(name, BF16)
 
     def fused(x, w, b):
         how = {"activation": name, "stored": stored, "k_major": True}
@@ -108,7 +108,7 @@ def forward_case(name: str, m, k, n) -> Case:
 
 
 def backward_case(name: str, m, c, o) -> Case:
-    scale, du_scale, bias, stored = c**-0.5, 32.0, name == "gelu", Fp8().hidden(name, BF16)
+    scale, du_scale, bias, stored = c**-0.5, 32.0, name == "gelu", Fp8().hidden_format(name, BF16)
 
     def fused(dy, w2, saved):
         return mosaic.du(dy, w2, saved, (scale,), du_scale, stored=stored, bias=bias)

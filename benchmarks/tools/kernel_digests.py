@@ -57,6 +57,7 @@ class Case:
     operation: str
     call: Callable[..., Any]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
+    differentiable: bool = True
 
     @functools.cached_property
     def arrays(self) -> list[jax.Array]:
@@ -65,11 +66,6 @@ class Case:
 
     def compiled(self) -> Callable[[], list[jax.Array]] | None:
         """Return the compiled call with its gradients. None if the back end refuses the call."""
-        # Mosaic's compiler ended the process in two threads.
-        with ONE_THREAD if self.name.endswith("mosaic") else contextlib.nullcontext():
-            return self._compiled()
-
-    def _compiled(self):
 
         def run(*arrays):
             floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
@@ -83,17 +79,17 @@ class Case:
             out, pull = jax.vjp(of, *(arrays[i] for i in floats))
             return out, pull(jax.tree.map(_direction, out))
 
-        for f in (run, self.call):  # some operations have no derivative
+        f = run if self.differentiable else self.call
+        # Mosaic's compiler ended the process in two threads.
+        with ONE_THREAD if self.name.endswith("mosaic") else contextlib.nullcontext():
             try:
-                executable = jax.jit(lambda *arrays, f=f: f(*arrays)).lower(*self.arrays).compile()
-                return lambda: jax.tree.leaves(executable(*self.arrays))
-            except NotImplementedError:
-                continue
+                executable = jax.jit(lambda *arrays: f(*arrays)).lower(*self.arrays).compile()
             except ValueError as error:
-                if "implementation" in str(error):
-                    return None
-                raise
-        return None
+                if "implementation" not in str(error):
+                    raise
+                print(f"{self.name}: refused", file=sys.stderr, flush=True)
+                return None
+        return lambda: jax.tree.leaves(executable(*self.arrays))
 
 
 def _drawn(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -115,18 +111,20 @@ def cases(rows: int) -> Iterator[Case]:
             for make in entry.examples:
                 if (example := make(rows, dtype)) is not None:
                     title = f"{operation}, {_dispatch.title(make)}"
-                    yield from _of_back_ends(title, operation, example.call, example.shapes)
+                    yield from _of_back_ends(
+                        title, operation, example.call, example.shapes, example.differentiable
+                    )
         for title, operation, call, sizes in fp8_calls(rows):
             shapes = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
             yield from _of_back_ends(title, operation, call, shapes)
 
 
-def _of_back_ends(title, operation, call, shapes):
+def _of_back_ends(title, operation, call, shapes, differentiable=True):
     registered = "flash_attention" if operation == "projected_attention" else operation
     for back_end in _dispatch.OPERATIONS[registered].back_ends:
         name = f"{title}, {shapes[0].dtype} {back_end.name}"
         implementation = functools.partial(call, implementation=back_end.name)
-        yield Case(name, operation, implementation, shapes)
+        yield Case(name, operation, implementation, shapes, differentiable)
 
 
 def fp8_calls(rows: int) -> Iterator[tuple[str, str, Callable, list[tuple]]]:

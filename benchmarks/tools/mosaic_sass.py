@@ -149,7 +149,7 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
 
     x, w, scale = array(E4M3, 65536, 768), array(E4M3, 3072, 768), array(jnp.float32)
     dy, bias, saved = array(E5M2, 65536, 768), array(jnp.float32, 3072), array(E4M3, 65536, 3072)
-    fp8 = {name: Fp8().hidden(name, jnp.bfloat16) for name in ("gelu", "relu_squared")}
+    fp8 = {name: Fp8().hidden_format(name, jnp.bfloat16) for name in ("gelu", "relu_squared")}
     heads = array(jnp.bfloat16, 64, 1024, 12, 64)
     tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
 

@@ -61,7 +61,7 @@ from pallas_kernels.gemm.numerics import (
     rows_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, cotangent, exact, quantize, structure
+from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
 from pallas_kernels.gemm.sums import sum_rows
 from pallas_kernels.linear import checked_linear
 
@@ -195,7 +195,7 @@ class Facts(NumericsFacts):
 
 
 def _why_not_kernels(call: Facts) -> str | None:
-    if call.numerics.hidden("gelu", call.dtype) is None:
+    if call.numerics.hidden_format("gelu", call.dtype) is None:
         return f"has no kernels for {call.numerics.name} matmuls"
     return call.numerics.why_not()
 
@@ -203,7 +203,7 @@ def _why_not_kernels(call: Facts) -> str | None:
 def _why_not_mosaic(call: Facts) -> str | None:
     if (why := _dispatch.why_not_mosaic() or _why_not_kernels(call)) is not None:
         return why
-    itemsize = jnp.dtype(call.numerics.hidden("gelu", call.dtype).dtype).itemsize
+    itemsize = jnp.dtype(call.numerics.hidden_format("gelu", call.dtype).dtype).itemsize
     if itemsize > 1 and (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
     from pallas_kernels.gemm import mosaic
@@ -273,9 +273,9 @@ class Options:
     implementation: str = "auto"
     """Back end of a call that is not differentiated, if its numerics differ."""
 
-    def hidden(self, dtype):
+    def stored(self, dtype):
         """Return how kernels store the hidden layer."""
-        return self.numerics.hidden(self.activation, dtype)
+        return self.numerics.hidden_format(self.activation, dtype)
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
         """Whether XLA computes the matmul and Triton kernels compute bias and activation, from x w
@@ -358,7 +358,7 @@ def _mlp_backward(options, saved, dy_NC):
     (x, w, y, w2), saved_NO, ((w_like, w2_like), b_O, x_like) = saved
     numerics, dtype = options.numerics, dy_NC.dtype
     dy = numerics.gradient(dy_NC)
-    stored = options.hidden(dtype)
+    stored = options.stored(dtype)
     if options.backend == "mosaic" and _why_not_du(dy, w2) is None:
         from pallas_kernels.feed_forward import mosaic
 
@@ -394,7 +394,7 @@ def _why_not_du(dy: Operand, w2: Operand) -> str | None:
 def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
     """Return the operand of y = a(x w + b), and the array that `hidden_gradient` reads: the
     derivative, y, or x w if `options.in_passes`; None without `save`."""
-    numerics, stored = options.numerics, options.hidden(dtype)
+    numerics, stored = options.numerics, options.stored(dtype)
     b_O = None if b_O is None else b_O.astype(jnp.float32)
     if options.backend == "mosaic":
         from pallas_kernels.feed_forward import mosaic
@@ -426,20 +426,15 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
         static = {"activation": options.activation, "save": save}
         y_NO, *saved = options.call(triton.forward, x.rows, w_IO, b_O, **static)
         return Operand(y_NO), saved[0] if saved else None
-    in_16_bits = stored is None or stored.k_major
-    u_NO = numerics.product(x, w, dtype if in_16_bits else jnp.float32).astype(jnp.float32)
+    u_NO = numerics.product(x, w, dtype if numerics.quantized else jnp.float32)
+    u_NO = u_NO.astype(jnp.float32)
     y_NO, derivative_NO = ACTIVATIONS[options.activation](u_NO if b_O is None else u_NO + b_O[None])
-    y_NO = y_NO.astype(dtype)
+    y = numerics.hidden(options.activation, y_NO.astype(dtype))
     if stored is None:
-        return numerics.activation(y_NO, "hidden"), derivative_NO.astype(dtype)
-    if not stored.k_major:
-        return Operand(y_NO), derivative_NO.astype(dtype)
-    q = quantize(y_NO, stored.scale, stored.dtype, transposed=True)
+        return y, derivative_NO.astype(dtype)
     if stored.saved_dtype is None:
-        saved_NO = q.rows
-    else:
-        saved_NO = (derivative_NO * stored.saved_scale).astype(stored.saved_dtype)
-    return Operand(q.rows, q.transposed, factor=stored.scale), saved_NO
+        return y, y.rows
+    return y, (derivative_NO * stored.saved_scale).astype(stored.saved_dtype)
 
 
 def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_again=False):
@@ -451,7 +446,7 @@ def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_
         y_again: whether to recompute y.
     """
     numerics, dtype, bias = options.numerics, dh_NO.dtype, b_O is not None
-    stored = options.hidden(dtype)
+    stored = options.stored(dtype)
     if options.in_passes(dtype):
         from pallas_kernels.feed_forward import triton
 
@@ -477,17 +472,12 @@ def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_
         du_NO, db_O = options.call(triton.scaled, dh_NO, saved_NO, bias=bias)
         return Operand(du_NO), db_O, None
     derivative_NO = saved_NO.astype(jnp.float32)
-    if stored is not None and stored.k_major:
+    if stored is not None:
         derivative_NO = stored.derivative(derivative_NO) / stored.derivative_scale
     exact_NO = dh_NO.astype(jnp.float32) * derivative_NO
     du_NO = exact_NO.astype(dtype)
     db_O = sum_rows(du_NO if numerics.quantized else exact_NO) if bias else None
-    if stored is None:
-        return numerics.gradient(du_NO), db_O, None
-    if not stored.k_major:
-        return Operand(du_NO), db_O, None
-    q = quantize(du_NO, dy.scale.value, stored.gradient_dtype, transposed=True)
-    return Operand(q.rows, q.transposed, dy.scale), db_O, None
+    return numerics.hidden_gradient(options.activation, du_NO, dy), db_O, None
 
 
 def _check(name, x, w, b):

@@ -29,7 +29,7 @@ from pallas_kernels._mosaic import plgpu, store_transposed, swizzled
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm import mosaic
 from pallas_kernels.gemm.mosaic import COMPUTING, PART_ROWS, Tiles
-from pallas_kernels.gemm.numerics import Hidden
+from pallas_kernels.gemm.numerics import HiddenFormat
 
 
 class ForwardScratch(NamedTuple):
@@ -63,7 +63,7 @@ def activated(
     scale: tuple = (),
     *,
     activation: str,
-    stored: Hidden,
+    stored: HiddenFormat,
     save: bool = True,
     k_major: bool = False,
     tiles: Tiles | None = None,
@@ -153,7 +153,7 @@ def du(
     scale: tuple = (),
     du_scale=None,
     *,
-    stored: Hidden,
+    stored: HiddenFormat,
     bias: bool = True,
     tiles: Tiles | None = None,
 ):

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 from pallas_kernels.feed_forward.triton import activate
-from pallas_kernels.gemm.numerics import Hidden
+from pallas_kernels.gemm.numerics import HiddenFormat
 from pallas_kernels.gemm.triton import COLS, ROWS, WARPS
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -78,7 +78,7 @@ def activated_backward_kernel(
         tl.store(db_ptr + row_tile * C + c, tl.sum(du, 0), mask=c < C)
 
 
-def activated(u_NO, b_O, *, activation: str, stored: Hidden):
+def activated(u_NO, b_O, *, activation: str, stored: HiddenFormat):
     """Return y and its transposed copy in e4m3, and the derivative, or None if it is not stored.
 
     Args:
@@ -104,7 +104,7 @@ def activated(u_NO, b_O, *, activation: str, stored: Hidden):
     return y_NO, y_ON, None if dtype is None else derivative_NO
 
 
-def activated_backward(dh_NO, saved_NO, du_scale, *, stored: Hidden, bias: bool):
+def activated_backward(dh_NO, saved_NO, du_scale, *, stored: HiddenFormat, bias: bool):
     """Return du and its transposed copy times `du_scale` in e5m2, and db in fp32, or None."""
     n, o = dh_NO.shape
     du_NO, du_ON, db_RO = _launch(

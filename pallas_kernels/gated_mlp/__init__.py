@@ -46,7 +46,7 @@ from pallas_kernels.gemm.numerics import (
     rows_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, cotangent, exact, quantize, structure
+from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
@@ -54,7 +54,7 @@ Implementation = Literal["auto", "triton", "xla", "reference"]
 def _why_not_triton(call: NumericsFacts) -> str | None:
     if (why := _dispatch.why_not_triton()) is not None:
         return why
-    if call.numerics.hidden("silu", jnp.float32) is None:
+    if call.numerics.hidden_format("silu", jnp.float32) is None:
         return f"has no kernels for {call.numerics.name} matmuls"
     return call.numerics.why_not()
 
@@ -152,23 +152,18 @@ _swiglu.defvjp(_forward, _backward)
 
 def _hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
     """Return the operand of h; only its rows if kernels store it in FP8."""
-    stored = numerics.hidden("silu", gu_N2F.dtype)
+    stored = numerics.hidden_format("silu", gu_N2F.dtype)
     if backend == "triton" and stored.k_major:
         from pallas_kernels.gated_mlp import triton_fp8
 
         kernel = functools.partial(triton_fp8.activated, scale=stored.scale)
         return Operand(_calls.looped("swiglu", kernel)(gu_N2F), factor=stored.scale)
-    h_NF = activated(gu_N2F, backend)
-    if stored is None:
-        return numerics.activation(h_NF, "hidden")
-    if not stored.k_major:
-        return Operand(h_NF)
-    return Operand(quantize(h_NF, stored.scale, stored.dtype).rows, factor=stored.scale)
+    return numerics.hidden("silu", activated(gu_N2F, backend), k_major=False)
 
 
 def _hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics):
     """Return the operands of [dg | du] and of h, which the backward pass recomputes."""
-    stored = numerics.hidden("silu", gu_N2F.dtype)
+    stored = numerics.hidden_format("silu", gu_N2F.dtype)
     if backend == "triton" and stored.k_major:
         from pallas_kernels.gated_mlp import triton_fp8
 
@@ -177,14 +172,8 @@ def _hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numeric
         dgu_N2F, dgu_2FN, h_FN = kernel(gu_N2F, dh_NF, dy.scale.value)
         return Operand(dgu_N2F, dgu_2FN, dy.scale), Operand(None, h_FN, factor=stored.scale)
     dgu_N2F, h_NF = activated_backward(gu_N2F, dh_NF, backend)
-    if stored is None:
-        return numerics.gradient(dgu_N2F), numerics.activation(h_NF, "hidden")
-    if not stored.k_major:
-        return Operand(dgu_N2F), Operand(h_NF)
-    dgu = quantize(dgu_N2F, dy.scale.value, stored.gradient_dtype, transposed=True)
-    h = quantize(h_NF, stored.scale, stored.dtype, rows=False, transposed=True)
-    h = Operand(None, h.transposed, factor=stored.scale)
-    return Operand(dgu.rows, dgu.transposed, dy.scale), h
+    dgu = numerics.hidden_gradient("silu", dgu_N2F, dy)
+    return dgu, numerics.hidden("silu", h_NF, rows=False)
 
 
 def activated(gu_N2F, backend: str):

@@ -28,6 +28,7 @@ Scales of `Fp8`:
 No scale depends on earlier steps: there is no state.
 """
 
+import abc
 import dataclasses
 import functools
 import itertools
@@ -56,8 +57,8 @@ from pallas_kernels.transpose import transpose_copy, transpose_sum_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Hidden:
-    """How kernels store the hidden layer y = a(u) of an MLP and its gradient.
+class HiddenFormat:
+    """How the hidden layer y = a(u) of an MLP and its gradient are stored.
 
     Attributes:
         dtype, scale: dtype of y, and its factor.
@@ -82,8 +83,22 @@ class Hidden:
     def derivative_scale(self) -> float:
         return self.scale**0.5 / 2 if self.saved_dtype is None else self.saved_scale
 
+    def operand(self, y: jax.Array, *, rows: bool = True, k_major: bool = True) -> Operand:
+        """Return the operand of y; of an FP8 operand, the copies that are asked for."""
+        if not self.k_major:
+            return Operand(y)
+        q = quantize(y, self.scale, self.dtype, rows=rows, transposed=k_major)
+        return Operand(q.rows, q.transposed, factor=self.scale)
 
-class Numerics:
+    def gradient(self, du: jax.Array, scale: Scale | None) -> Operand:
+        """Return the operand of du, with the scale of dy."""
+        if not self.k_major:
+            return Operand(du)
+        q = quantize(du, scale.value, self.gradient_dtype, transposed=True)
+        return Operand(q.rows, q.transposed, scale)
+
+
+class Numerics(abc.ABC):
     """How an activation, a weight and a gradient become operands, and how operands are multiplied.
 
     A precision is a subclass with `activation`, `weight`, `gradient` and `matmul`. Instances are
@@ -108,28 +123,40 @@ class Numerics:
         """Return None if the default device computes these matmuls, else the reason."""
         return None
 
-    def hidden(self, activation: str, dtype: jax.typing.DTypeLike) -> Hidden | None:
-        """Return how kernels store a(u) of x in `dtype`, or None: without kernels, a(u) is
-        converted by `activation` and `gradient`."""
+    def hidden_format(self, activation: str, dtype: jax.typing.DTypeLike) -> HiddenFormat | None:
+        """Return how kernels store a(u) of x in `dtype`. None: there are no kernels, and
+        `activation` and `gradient` convert the hidden layer."""
         return None
 
+    def hidden(self, activation: str, y: jax.Array, **copies: bool) -> Operand:
+        """Return the operand of y = a(u); `copies` are those of `HiddenFormat.operand`."""
+        stored = self.hidden_format(activation, y.dtype)
+        return self.activation(y, "hidden") if stored is None else stored.operand(y, **copies)
+
+    def hidden_gradient(self, activation: str, du: jax.Array, dy: Operand | None) -> Operand:
+        """Return the operand of du; dy is the operand of the MLP's gradient."""
+        stored = self.hidden_format(activation, du.dtype)
+        if stored is None:
+            return self.gradient(du)
+        return stored.gradient(du, None if dy is None else dy.scale)
+
+    @abc.abstractmethod
     def activation(self, x: Any, part: str = "input") -> Operand:
         """Return the operand of an activation (R, C); an `Operand` is returned unchanged."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def weight(self, w: Any, output_major: bool = False) -> Operand:
         """Return the operand of a weight (I, O), or of one stored as (O, I) if `output_major`. A
         tuple of matrices is one matrix with their columns side by side."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def gradient(self, dy: jax.Array) -> Operand:
         """Return the operand of a gradient (N, O)."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def matmul(self, a: Operand, b: Operand, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Return a b in `dtype`, for a (M, K) and b (K, N): it sums over the columns of a and the
         rows of b."""
-        raise NotImplementedError
 
     def product(self, x: Operand, w: Operand, dtype, bias_O=None) -> jax.Array:
         """Return x w + bias in `dtype`."""
@@ -180,9 +207,9 @@ class Plain(Numerics):
         """Whether operands are copied to K-major layout."""
         return self.precision == jax.lax.Precision.HIGH
 
-    def hidden(self, activation, dtype):
+    def hidden_format(self, activation, dtype):
         dtype = jnp.dtype(dtype)
-        return Hidden(dtype, 1.0, dtype, 1.0, dtype, k_major=False)
+        return HiddenFormat(dtype, 1.0, dtype, 1.0, dtype, k_major=False)
 
     def activation(self, x, part="input"):
         return x if isinstance(x, Operand) else Operand(x)
@@ -285,12 +312,12 @@ class Fp8(Numerics):
     def why_not(self):
         return why_not_fp8()
 
-    def hidden(self, activation, dtype):
+    def hidden_format(self, activation, dtype):
         if activation == "gelu":  # the derivative is between −0.13 and 1.13
-            return Hidden(E4M3, self.activation_scale, E4M3, 256.0, E5M2, k_major=True)
+            return HiddenFormat(E4M3, self.activation_scale, E4M3, 256.0, E5M2, k_major=True)
         # Squares and products have a wider range: e4m3 represents 1/64 … 448 with a relative error
         # of 1/16. The derivative of relu(u)² is read from the square.
-        return Hidden(E4M3, 1.0, None, 1.0, E5M2, k_major=True)
+        return HiddenFormat(E4M3, 1.0, None, 1.0, E5M2, k_major=True)
 
     def activation(self, x, part="input"):
         if not isinstance(x, Operand):

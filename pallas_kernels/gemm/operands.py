@@ -68,7 +68,7 @@ class Operand:
     factor: float = 1.0
 
     @property
-    def T(self) -> "Operand":  # noqa: N802  as jax.Array.T
+    def T(self) -> "Operand":
         """The transposed matrix."""
         return dataclasses.replace(self, rows=self.k_major, k_major=self.rows)
 
