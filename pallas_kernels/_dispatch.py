@@ -3,11 +3,13 @@
 Each kernel folder calls `register` for the operations that it defines. Callers use `select`.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import importlib.util
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -180,8 +182,55 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
             f"{operation}: implementation {implementation!r} {why_not[implementation]}; these can "
             f"run here: {usable}"
         )
-    empty = any(math.prod(x.shape) == 0 for x in jax.tree.leaves(arrays))
-    return "xla" if empty and name != "reference" else name
+    if name != "reference" and any(math.prod(x.shape) == 0 for x in jax.tree.leaves(arrays)):
+        name = "xla"
+    if (choices := _choices.get()) is not None:
+        choices.append(Choice(operation, call, name))
+    return name
+
+
+# ----------------------------------------------------------------------------------------- recorder
+
+
+class Choice(NamedTuple):
+    """The result of one `select`."""
+
+    operation: str
+    facts: Any
+    """The operation's dataclass of facts."""
+    back_end: str
+
+    @property
+    def numerics(self) -> str | None:
+        """Name of the numerics of the call's matmuls; None for an operation without numerics."""
+        return getattr(getattr(self.facts, "numerics", None), "name", None)
+
+
+_choices: contextvars.ContextVar[list[Choice] | None] = contextvars.ContextVar(
+    "choices", default=None
+)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Choice]]:
+    """Record every choice of a back end in the context, those inside other operations included.
+
+    An operation selects its back end when JAX traces the operation. The call of a function that is
+    already compiled records nothing. `jax.eval_shape` traces a function without arrays:
+
+        >>> with recorded() as choices:
+        ...     _ = jax.eval_shape(layer_norm, x_NC, scale_C, bias_C)
+        >>> [(choice.operation, choice.back_end) for choice in choices]
+        [('layer_norm', 'triton')]
+
+    Returns:
+        The list of choices, in order. The list grows while the context is active.
+    """
+    token = _choices.set([])
+    try:
+        yield _choices.get()
+    finally:
+        _choices.reset(token)
 
 
 # --------------------------------------------------------------------------------- device, sharding

@@ -15,7 +15,8 @@ The function `why_not` of a `BackEnd` states further limits of the back end. `TR
 returns the reason why the device cannot run Triton kernels, or None.
 
 `OPERATIONS` contains every registered operation by name. `example` adds a call that
-`python -m gptjax.doctor` compares with the definition.
+`python -m gptjax.doctor` compares with the definition. `recorded` lists the back ends that the
+operations of a function select.
 
 `examples/new_kernel` is a complete kernel; docs/extending.md describes the steps. Importing this
 module imports neither Triton nor Mosaic GPU.
@@ -33,9 +34,11 @@ from pallas_kernels._dispatch import (
     TRITON,
     XLA,
     BackEnd,
+    Choice,
     Example,
     capability,
     example,
+    recorded,
     register,
     select,
     title,
@@ -49,12 +52,14 @@ __all__ = [
     "TRITON",
     "XLA",
     "BackEnd",
+    "Choice",
     "Example",
     "batched",
     "capability",
     "differentiable",
     "example",
     "looped",
+    "recorded",
     "register",
     "select",
     "title",

@@ -215,6 +215,23 @@ def test_an_empty_array_is_left_to_xla(operation):
         select("test", "mosaic", arrays=nothing)
 
 
+def test_recorded_lists_the_choices_of_traced_calls(operation):
+    with _dispatch.recorded() as choices:
+        select("test", size=10)
+        with _dispatch.recorded() as inner:
+            select("plain", "cudnn")
+        with pytest.raises(ValueError, match="needs luck"):
+            select("test", "mosaic")
+        select("test", arrays=jnp.ones((0, 4)))
+        x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        f = lambda x: pallas_kernels.linear(x, x.T, numerics="fp32").sum()
+        jax.eval_shape(jax.grad(f), x)
+    select("test")
+    made = [(choice.operation, choice.numerics, choice.back_end) for choice in choices]
+    assert made == [("test", None, "xla"), ("test", None, "xla"), ("linear", "fp32", "xla")]
+    assert choices[0].facts == Size(10) and [choice.back_end for choice in inner] == ["cudnn"]
+
+
 # `sum_rows`, whose back end nobody can name, a part of `mlp`, and the example `silu_mul`.
 NOT_PUBLIC = {"sum_rows", "fp8_linear_gelu", "fp8_linear_relu_squared", "silu_mul"}
 
