@@ -23,7 +23,7 @@ from gptjax.models.layers import Block, Linear, attention, attention_pattern, lo
 from gptjax.models.record import Metric, record, recording
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
-from pallas_kernels import rms_norm, select
+from pallas_kernels import rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,6 @@ class MixtureConfig(ModelConfig):
             Group("wte"),
             Group(r"blocks\.\d+\.sinks", weight_decay=0.0),
         )
-
-    def kernels(self, sequence_length, batch=1):
-        facts = {"dtype": self.precision.compute_dtype, "precision": self.precision.matmul}
-        facts |= {"length": sequence_length, "head_dim": self.head_dim, "window": self.window}
-        return {"attention": select("flash_attention", **facts), **super().kernels(sequence_length)}
 
 
 class MixtureBlock(Block):

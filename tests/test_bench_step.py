@@ -85,7 +85,7 @@ def test_steps_of_one_and_several_devices(card, tmp_path, capsys):
     result = json.loads(out.read_text())
     one, two = result["rows"]
     assert one["asked"] == {"norm": "xla"} and one["batch"] == 1
-    assert one["kernels"]["attention"] == "xla"
+    assert one["kernels"]["flash_attention"] == "xla"
     assert one["needed_gib"] > 0 and one["compile_s"] > 0.05
     assert "parallel" not in one and two["parallel"] == "fsdp"
     assert two["tokens/s"] == pytest.approx(2 * 8 / two["ms"] * 1e3)

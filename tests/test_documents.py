@@ -13,6 +13,7 @@ import torch
 from dataset_tools import make_folder
 from flax import nnx
 from gpt2_tools import SHAPES, assert_parity, config_of
+from jax._src.cudnn import fused_attention_stablehlo
 from kernel_tools import h200
 from reference.torch_gpt2 import TorchGPT2, max_abs
 from torch_side import why_no_step
@@ -255,22 +256,26 @@ def test_a_model_without_segment_ids_is_refused():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_back_end_of_attention_must_support_segment_ids(name):
+def test_the_back_end_of_attention_must_support_segment_ids(name, monkeypatch):
     model = dataclasses.replace(MODELS[name], n_head=1, n_embd=64)
     model = dataclasses.replace(model, precision=type(model.precision)("bf16"))
 
     def chosen(attention, **more):
         own = dataclasses.replace(model, attention=attention)
         how = {"model": own, "sequence_length": T, "micro_batch": 8, "batch_tokens": 8 * T}
-        return Config(**how, **more).kernels()["attention"]
+        return Config(**how, **more).kernels()
 
     with h200():
         if name == "llama3":
-            assert chosen("cudnn") == "cudnn"
+            monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+            assert chosen("cudnn")["flash_attention"] == "cudnn"
             with pytest.raises(ConfigError, match="does not support segment ids"):
                 chosen("cudnn", separate_documents=True)
-        unfused = " (bias gradient not fused)" if name == "gpt2" else ""
-        assert chosen("mosaic", separate_documents=True) == "mosaic" + unfused
+        separate = chosen("mosaic", separate_documents=True)
+        assert separate["flash_attention"] == "mosaic"
+        # Without documents, attention's kernels sum the gradient of GPT-2's bias.
+        assert ("sum_rows" in separate) == (name == "gpt2")
+        assert "sum_rows" not in chosen("mosaic")
 
 
 def test_bench_measures_separate_documents():

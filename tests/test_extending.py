@@ -46,7 +46,8 @@ def test_the_changed_gpt2_trains_samples_and_ignores_the_position(config, monkey
     page = example("extending_change.md", monkeypatch)
     model = page.SiluConfig(vocab_size=257, block_size=32, n_layer=1, n_head=2, n_embd=16)
     code, text = run(dataclasses.replace(config, model=model, max_steps=10))
-    assert code == 0 and "Silu, " in text and "mlp: xla" in text
+    assert code == 0 and "Silu, " in text and "linear: xla" in text
+    assert "mlp: " not in text  # its MLP is no call of the operation
     assert 10 in rows(config, "sample")
     loaded, _ = gptjax.load(config.run_dir)
     assert type(loaded) is page.SiluGPT2

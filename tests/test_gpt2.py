@@ -109,17 +109,24 @@ def test_parity_of_the_mlps_passes(triton_on_cpu):
     assert_parity(config, 2, norm=rms)
 
 
-def test_kernels_names_the_back_end_of_each_part():
-    config, parts = config_of(SHAPES["odd"]), ("attention", "norm", "mlp")
-    every = lambda name, loss: dict.fromkeys(parts, name) | {"loss": loss}
-    assert config.kernels(7) == every("xla", "xla")
-    named = dataclasses.replace(config, **dict.fromkeys(parts, "reference"), loss="fused")
-    assert named.kernels(7, batch=2) == every("reference", "fused")
+def test_kernels_names_the_back_ends_of_each_operation():
+    config, parts = config_of(SHAPES["odd"]), ("layer_norm", "flash_attention", "mlp")
+    every = lambda name, loss: dict.fromkeys(parts, name) | {"linear_cross_entropy": loss}
+    inside = {"linear": "xla", "fused_classifier": "xla", "sum_rows": "xla"}
+    assert config.kernels(7) == every("xla", "xla") | inside
+    named = dict.fromkeys(("attention", "norm", "mlp"), "reference")
+    named = dataclasses.replace(config, **named, loss="fused", recompute="block")
+    inside = {"linear": "reference", "fused_classifier": "xla", "transpose_copy": "xla"}
+    assert named.kernels(7, batch=2) == every("reference", "fused") | inside
     with h200():
         tf32 = GPT2Config(precision=Precision("tf32"))
-        assert tf32.kernels(1024, 32) == every("triton", "fused")
+        inside = {"linear": "xla"} | dict.fromkeys(
+            ("transpose_copy", "transpose_sum_rows", "fused_classifier"), "triton"
+        )
+        assert tf32.kernels(1024, 32) == every("triton", "fused") | inside
         with jax.sharding.use_abstract_mesh(AbstractMesh((2,), ("data",))):
-            assert tf32.kernels(1024, 32) == every("xla", "xla")
+            inside = dict.fromkeys((*inside, "sum_rows"), "xla")
+            assert tf32.kernels(1024, 32) == every("xla", "xla") | inside
             message = "layer_norm: implementation 'triton' needs arrays of one device"
             with pytest.raises(ValueError, match=message):
                 dataclasses.replace(tf32, norm="triton").kernels(1024, 32)
@@ -131,7 +138,7 @@ def test_kernels_names_the_back_end_of_each_part():
             ("bf16", 256, "mosaic"),
         ]:
             wide = GPT2Config(n_head=2, n_embd=width, precision=Precision(precision))
-            assert wide.kernels(1024)["attention"] == attention
+            assert wide.kernels(1024)["flash_attention"] == attention
     for field in ("norm", "mlp"):
         with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
             dataclasses.replace(config, **{field: "triton"}).kernels(7)

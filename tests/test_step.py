@@ -223,7 +223,8 @@ def what_a_layer_adds(batch, back_ends, **options):
     large as the residual stream, and the text."""
     with h200():
         chosen = GPT2Config(**options).kernels(1024, batch)
-    assert chosen == dict(zip(("attention", "norm", "mlp", "loss"), back_ends, strict=True))
+    parts = ("flash_attention", "layer_norm", "mlp", "linear_cross_entropy")
+    assert chosen.items() >= dict(zip(parts, back_ends, strict=True)).items()
     (text, kernels), (fewer_text, fewer) = (
         lowered_step(1, batch, n_layer=layers, **options) for layers in (2, 1)
     )

@@ -24,7 +24,7 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     monkeypatch.setattr(flops, "peak_flops", lambda kind, precision: 0.5e12)
     code, shown = run(config)
     assert code == 0
-    kernels = "kernels     attention: xla, norm: xla, mlp: xla, loss: xla"
+    kernels = "kernels     layer_norm: xla, flash_attention: xla, linear: xla, mlp: xla, lin"
     for part in ("device", "precision", kernels, "parameters", "GiB for a step", "sample ⟨"):
         assert part in shown
     train, val, sample = (rows(config, kind) for kind in ("train", "val", "sample"))

@@ -19,7 +19,7 @@ from gptjax.models.base import Model, ModelConfig
 from gptjax.models.layers import Block, KVCache, Linear, lookup, normal
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
-from pallas_kernels import flash_attention, linear_relu_squared, rms_norm, select
+from pallas_kernels import flash_attention, linear_relu_squared, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +39,6 @@ class RotaryConfig(ModelConfig):
             Group(r"wte|lm_head"),
             Group(r".*\.scale", weight_decay=0.0),
         )
-
-    def kernels(self, sequence_length: int, batch: int = 1) -> dict[str, str]:
-        p = self.precision
-        attention = {"length": sequence_length, "head_dim": self.head_dim, "precision": p.matmul}
-        mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": 4 * self.n_embd}
-        return {
-            "attention": select("flash_attention", dtype=p.compute_dtype, **attention),
-            "norm": select("rms_norm", channels=self.n_embd),
-            "mlp": select("linear_relu_squared", dtype=p.compute_dtype, **mlp),
-            **super().kernels(sequence_length, batch),
-        }
 
     def lookup_params(self) -> int:
         return self.vocab_size * self.n_embd  # wte enters no matmul: the head is untied

@@ -244,16 +244,14 @@ class Config:
         )
 
     def kernels(self) -> dict[str, str]:
-        """Return the back end of each part of the model on the default device.
+        """Return the back ends of the operations of a training step on the default device.
 
         Raises:
             ConfigError: a named back end does not exist or cannot run here.
         """
         try:
-            # Pass the argument only with segments: a model without segment ids may lack the
-            # argument.
-            segments = {"segments": True} if self.separate_documents else {}
-            return self.model.kernels(self.sequence_length, self.micro_batch, **segments)
+            segments = self.separate_documents
+            return self.model.kernels(self.sequence_length, self.micro_batch, segments)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 

@@ -28,6 +28,12 @@ class Parts:
     blocks: str | Numerics | None = None
     head: str | Numerics | None = None
 
+    @property
+    def in_training(self) -> dict[str, str]:
+        """Names of the numerics of `blocks` and `head`, without a part that is None."""
+        parts = {"blocks": self.blocks, "head": self.head}
+        return {part: getattr(how, "name", how) for part, how in parts.items() if how is not None}
+
 
 PRECISIONS = {
     "fp32": Parts("fp32", "float32"),

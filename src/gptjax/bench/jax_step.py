@@ -59,11 +59,7 @@ class JaxStep:
 
         Args:
             options: XLA's options, in addition to a training run's.
-
-        Raises:
-            ConfigError: a named back end cannot run here.
         """
-        self.config.kernels()
         started = time.perf_counter()
         state = jax.eval_shape(lambda: init_state(self.config.model, self._tx, seed=0))
         state = self.parallel.with_shardings(state)

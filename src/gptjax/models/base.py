@@ -20,14 +20,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Integer, PyTree
 
-from gptjax.data.loader import IGNORED
+from gptjax.data.loader import IGNORED, Batch
 from gptjax.fields import PositiveInt, check_fields
 from gptjax.models.layers import Block, KVCache
 from gptjax.optim import Group
 from gptjax.parallel import AXIS, Parallel, Placement
 from gptjax.precision import Precision
-from pallas_kernels import linear_cross_entropy, select
+from pallas_kernels import linear_cross_entropy
 from pallas_kernels.classifier import to_int32
+from pallas_kernels.extend import recorded
 
 # Maximum number of padded rows: padding to a multiple of at most 1,024.
 MAX_PADDING = 1023
@@ -107,10 +108,18 @@ class ModelConfig(abc.ABC):
     def parameter_groups(self) -> tuple[Group, ...]:
         """Return the optimizer's partition of the parameters: matrices, embeddings and vectors."""
 
+    def with_few_layers(self) -> "ModelConfig":
+        """Return a config of as few layers as have every kind of layer of this config, for
+        `kernels`. By default, all layers."""
+        return self
+
     def kernels(
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
-        """Return the back end of each part on the default device: {"loss": "fused", …}.
+        """Return the back ends of the operations of a training step on the default device.
+
+        The loss and its gradient are traced on the shapes of one device, and the choices of the
+        operations recorded: {"layer_norm": "triton", "mlp": "mosaic (fp8)", …}.
 
         If GSPMD may shard the arrays, call inside `jax.sharding.use_abstract_mesh(abstract_mesh)`.
 
@@ -121,7 +130,22 @@ class ModelConfig(abc.ABC):
         Raises:
             ValueError: a named back end does not exist or cannot run here.
         """
-        return {"loss": select("linear_cross_entropy", self.loss, numerics=self.precision.head)}
+        # Recomputation would trace the operations once more, as in a call without a gradient.
+        config = dataclasses.replace(self.with_few_layers(), recompute="none")
+        ids = jax.ShapeDtypeStruct((batch, sequence_length), jnp.int32)
+
+        def loss(params, step, *of_batch):
+            return sum_of_losses(nnx.merge(graph(config), params), Batch(*of_batch), step)
+
+        with recorded() as choices:
+            arrays = abstract_params(config), jax.ShapeDtypeStruct((), jnp.int32), ids, ids
+            jax.eval_shape(jax.grad(loss), *arrays, ids if segments else None)
+        found: dict[str, set[str]] = {}
+        for choice in choices:
+            named = choice.numerics in self.precision.parts.in_training.values()
+            name = f"{choice.back_end} ({choice.numerics})" if named else choice.back_end
+            found.setdefault(choice.operation, set()).add(name)
+        return {operation: " and ".join(sorted(names)) for operation, names in found.items()}
 
     def nondeterministic(self) -> str | None:
         """Return why a step on a GPU is nondeterministic, with the option to change; else None."""
@@ -218,12 +242,6 @@ class TransformerConfig(ModelConfig):
     reference."""
     mlp: str = "auto"
     """Back end of the MLP: auto, triton, xla, reference, or for a GELU or ReLU² also mosaic."""
-
-    def attention_kernel(self, length: int, segments: bool, **facts: Any) -> str:
-        """Return the back end of attention; `facts` are further facts of `flash_attention`."""
-        facts |= {"dtype": self.precision.compute_dtype, "precision": self.precision.matmul}
-        facts |= {"length": length, "head_dim": self.head_dim, "segments": segments}
-        return select("flash_attention", self.attention, **facts)
 
     def nondeterministic(self) -> str | None:
         if self.attention == "xla":
@@ -465,6 +483,20 @@ def loss_fn(
     if ignore_index is None:
         return losses_N.mean()
     return losses_N.sum() / jnp.maximum(count_targets(targets_BT, ignore_index), 1)
+
+
+def sum_of_losses(
+    model: Model, batch_BT: Batch, step: Integer[Array, ""] | None = None
+) -> Float[Array, ""]:
+    """Return the sum of the losses of the targets that are not ignored.
+
+    Args:
+        step: index of the training step, for a loss that depends on it; None for the loss of
+            evaluation.
+    """
+    options = {} if step is None else model.config.loss_options(step)
+    segments = _segments(batch_BT.segments)
+    return model.losses(batch_BT.inputs, batch_BT.targets, IGNORED, **options, **segments).sum()
 
 
 def _segments(segment_ids_BT: Integer[Array, "B T"] | None) -> dict[str, Array]:

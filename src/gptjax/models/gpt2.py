@@ -55,21 +55,8 @@ class GPT2Config(TransformerConfig):
             Group(r".*\.(bias|scale)", weight_decay=0.0),
         )
 
-    def kernels(
-        self, sequence_length: int, batch: int = 1, segments: bool = False
-    ) -> dict[str, str]:
-        dtype, c = self.precision.compute_dtype, self.n_embd
-        attention = self.attention_kernel(sequence_length, segments)
-        if segments and attention == "mosaic":
-            attention += " (bias gradient not fused)"  # no `projected_attention`
-        how = {"numerics": self.precision.blocks}
-        sizes = {"rows": batch * sequence_length, "inputs": c, "outputs": 4 * c}
-        return {
-            "attention": attention,
-            "norm": select("layer_norm", self.norm, channels=c, **how),
-            "mlp": select("mlp", self.mlp, dtype=dtype, **sizes, **how),
-            **super().kernels(sequence_length, batch),
-        }
+    def with_few_layers(self) -> "GPT2Config":
+        return dataclasses.replace(self, n_layer=1)
 
     def lookup_params(self) -> int:
         return self.block_size * self.n_embd

@@ -30,7 +30,7 @@ from gptjax.models.layers import (
 )
 from gptjax.models.record import record, recording
 from gptjax.optim import Group, Matrices
-from pallas_kernels import flash_attention, linear, rotary_qkv, select, swiglu
+from pallas_kernels import flash_attention, linear, rotary_qkv, swiglu
 from pallas_kernels.gemm import Operand
 
 INIT_STD = 0.02
@@ -77,16 +77,8 @@ class Llama3Config(TransformerConfig):
             Group(r".*\.scale", weight_decay=0.0),
         )
 
-    def kernels(
-        self, sequence_length: int, batch: int = 1, segments: bool = False
-    ) -> dict[str, str]:
-        how = {"numerics": self.precision.blocks}
-        return {
-            "attention": self.attention_kernel(sequence_length, segments),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd, **how),
-            "mlp": select("swiglu", self.mlp, **how),
-            **super().kernels(sequence_length, batch),
-        }
+    def with_few_layers(self) -> "Llama3Config":
+        return dataclasses.replace(self, n_layer=1)
 
     def lookup_params(self) -> int:
         return 0 if self.tie_embeddings else self.vocab_size * self.n_embd

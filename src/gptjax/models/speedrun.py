@@ -46,7 +46,7 @@ from gptjax.models.layers import (
     weighted_sum,
 )
 from gptjax.optim import Group, Matrices
-from pallas_kernels import flash_attention, linear, rms_norm, select
+from pallas_kernels import flash_attention, linear, rms_norm
 from pallas_kernels.classifier import SigmoidCap, apply_softcap, checked_targets, to_int32
 from pallas_kernels.feed_forward import activated_mlp
 from pallas_kernels.gemm import Numerics, Operand
@@ -152,17 +152,12 @@ class SpeedrunConfig(TransformerConfig):
         first_K, last_K = map(jnp.float32, (stage.token_weights, stage.final_token_weights))
         return {"token_weights": first_K + progress * (last_K - first_K)}
 
-    def kernels(self, sequence_length, batch=1, segments=False):
-        dtype, how = self.precision.compute_dtype, {"numerics": self.precision.blocks}
-        mlp = {"rows": batch * sequence_length, "inputs": self.n_embd, "outputs": self.n_inner}
-        return {
-            "attention": self.attention_kernel(
-                sequence_length, segments, window=self.stage.short_window + 1
-            ),
-            "norm": select("rms_norm", self.norm, channels=self.n_embd, **how),
-            "mlp": select("mlp", self.mlp, dtype=dtype, **mlp, **how),
-            **super().kernels(sequence_length, batch),
-        }
+    def with_few_layers(self) -> "SpeedrunConfig":
+        """Return a config whose layers have paired heads (0), a long window (2) or neither (3)."""
+        sizes = {"n_layer": 4, "skip": (0, 1), "lanes_from": 2, "value_layers": (3,)}
+        of_kinds = {"paired_layers": self.paired_layers and (0,)}
+        of_kinds |= {"long_layers": self.long_layers and (2,)}
+        return dataclasses.replace(self, **sizes, **of_kinds)
 
     def lookup_params(self) -> int:
         tables = self.vocab_size * (1 + len(self.value_layers)) + self.bigram_rows

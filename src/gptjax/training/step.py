@@ -22,13 +22,12 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.data import Batch
 from gptjax.models.base import (
-    IGNORED,
-    Model,
     ModelConfig,
     count_targets,
     init_params,
     on_devices,
     placements,
+    sum_of_losses,
 )
 from gptjax.models.record import with_metrics
 from gptjax.optim import Scheduled, low_precision
@@ -155,7 +154,7 @@ def _accumulate(
 
     def micro_batch(params, batch_BT):
         model = nnx.merge(graphdef, params)
-        total, metrics = with_metrics(_sum_of_losses)(model, batch_BT, step)
+        total, metrics = with_metrics(sum_of_losses)(model, batch_BT, step)
         return share * total, metrics
 
     def value_and_grad(params, batch_BT):
@@ -193,16 +192,6 @@ def _in_fp32(params: PyTree) -> PyTree:
 
 def _cast(tree: PyTree, dtype: Any) -> PyTree:
     return jax.tree.map(lambda x: x.astype(dtype), tree)
-
-
-def _sum_of_losses(
-    model: Model, batch_BT: Batch, step: Int[Array, ""] | None = None
-) -> Float[Array, ""]:
-    """Return the sum of the losses of the targets that are not ignored."""
-    options = {} if step is None else model.config.loss_options(step)
-    if batch_BT.segments is not None:  # a model may lack the argument
-        options["segment_ids_BT"] = batch_BT.segments
-    return model.losses(batch_BT.inputs, batch_BT.targets, IGNORED, **options).sum()
 
 
 def _inverse(count: Float[Array, ""]) -> Float[Array, ""]:
@@ -329,7 +318,7 @@ def make_eval_step(
         batch_BT = _checked("eval_step", batch_BT, "BT")
 
         def mean_loss(params, step, batch_BT, over_devices):
-            total = _sum_of_losses(nnx.merge(graphdef, params), batch_BT)
+            total = sum_of_losses(nnx.merge(graphdef, params), batch_BT)
             count = count_targets(batch_BT.targets)
             total, count = over_devices(jax.lax.psum, (total, count))
             return total * _inverse(count)
@@ -359,7 +348,7 @@ def make_fp8_clipping_step(
 
             def loss():
                 share = _inverse(count_targets(batch_BT.targets))
-                return share * _sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
+                return share * sum_of_losses(nnx.merge(graphdef, params), batch_BT, step)
 
             return over_devices(jax.lax.pmean, clipping.shares(loss))
 
