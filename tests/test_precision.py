@@ -31,6 +31,12 @@ def test_meaning(name, compute, residual, matmul):
     assert precision.param_dtype == jnp.float32 and precision.matmul.name == matmul
 
 
+def test_the_parts_in_words():
+    words = {name: str(parts) for name, parts in PRECISIONS.items()}
+    assert words["tf32"] == "matmuls tf32, residual stream float32"
+    assert words["fp8"] == "blocks fp8, head fp8, other matmuls bf16, residual stream bfloat16"
+
+
 @pytest.mark.parametrize("name", ["fp16", "BF16", "", "bf16 "])
 def test_an_unknown_name_lists_the_choices(name):
     with pytest.raises(

@@ -25,7 +25,8 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     code, shown = run(config)
     assert code == 0
     kernels = "kernels     layer_norm: xla, flash_attention: xla, linear: xla, mlp: xla, lin"
-    for part in ("device", "precision", kernels, "parameters", "GiB for a step", "sample ⟨"):
+    precision = "fp32: matmuls fp32, residual stream float32, parameters float32"
+    for part in ("device", precision, kernels, "parameters", "GiB for a step", "sample ⟨"):
         assert part in shown
     train, val, sample = (rows(config, kind) for kind in ("train", "val", "sample"))
     assert ([*train], [*val], [*sample]) == ([*range(1, 21)], [0, 10, 20], [10, 20])

@@ -34,6 +34,11 @@ class Parts:
         parts = {"blocks": self.blocks, "head": self.head}
         return {part: getattr(how, "name", how) for part, how in parts.items() if how is not None}
 
+    def __str__(self) -> str:
+        own = "".join(f"{part} {name}, " for part, name in self.in_training.items())
+        matmuls = "other matmuls" if own else "matmuls"
+        return f"{own}{matmuls} {self.matmuls}, residual stream {self.residual}"
+
 
 PRECISIONS = {
     "fp32": Parts("fp32", "float32"),
@@ -86,8 +91,7 @@ class Precision:
     @property
     def plain(self) -> str:
         """Name of the precision of evaluation and generation."""
-        parts = self.parts
-        return self.name if parts.blocks is parts.head is None else parts.matmuls
+        return self.parts.matmuls if self.parts.in_training else self.name
 
     @property
     def blocks(self) -> str | Numerics:

@@ -27,7 +27,7 @@ def header(
     Args:
         parallel: the devices and the strategy.
         idle_gpu: reason why a GPU of this machine is not used; None if all are used.
-        kernels: back end of each part of the model.
+        kernels: back ends of each operation.
         start: the checkpoint to resume from, if any.
         processes: a line for each process.
         source: the model with the initial parameters, if any.
@@ -42,8 +42,9 @@ def header(
             yield "" if i else "processes", line
     if parallel.devices > 1:
         yield "parallel", f"{config.parallel}, gradients summed in {config.reduce_dtype}"
-    yield "precision", model.precision
-    yield "kernels", ", ".join(f"{part}: {chosen}" for part, chosen in kernels.items())
+    precision = model.precision
+    yield "precision", f"{precision}: {precision.parts}, parameters {precision.param_dtype}"
+    yield "kernels", ", ".join(f"{operation}: {names}" for operation, names in kernels.items())
     padded = model.num_allocated_params != model.num_params
     padding = f" ({model.num_allocated_params:,} with padding)" if padded else ""
     yield (
@@ -120,9 +121,9 @@ def _stages(
         factor = stage.learning_rate_factor
         factor = f", lr × {factor:g}" if factor != 1 else ""
         own = [
-            f", {part}: {chosen}"
-            for part, chosen in span.config.kernels().items()
-            if chosen != kernels.get(part)
+            f", {operation}: {names}"
+            for operation, names in span.config.kernels().items()
+            if names != kernels.get(operation)
         ]
         own[:0] = [f", {name} {value}" for name, value in stage.model.items()]
         first = span.number == 1
