@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import _back_ends
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
 
@@ -287,6 +289,11 @@ def recipes_table(results: Results) -> str:
     return markdown(head, lines)
 
 
+def back_ends_table(results: Results) -> str:
+    """What runs on which GPU, from the registry of pallas_kernels."""
+    return markdown(*_back_ends.table())
+
+
 DOCS = Path("docs")
 # Name → page from the repository's root, and the function that returns the table.
 TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
@@ -298,4 +305,5 @@ TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
     "fp8_step": (DOCS / "fp8.md", fp8_step_table),
     "fp8_losses": (DOCS / "fp8.md", losses_table),
     "learning": (DOCS / "normuon.md", learning_table),
+    "back_ends": (DOCS / "cards.md", back_ends_table),
 }

@@ -1,4 +1,5 @@
-"""Write the tables of measured figures in docs/ from the files in benchmarks/results/.
+"""Write the tables of docs/: measured figures from the files in benchmarks/results/, and the back
+ends of each GPU from the registry of pallas_kernels.
 
     python benchmarks/tools/result_tables.py            # replace the tables
     python benchmarks/tools/result_tables.py --check    # exit code 1 if a table is not current
