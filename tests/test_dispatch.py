@@ -2,6 +2,7 @@
 missing."""
 
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -230,6 +231,27 @@ def test_recorded_lists_the_choices_of_traced_calls(operation):
     made = [(choice.operation, choice.numerics, choice.back_end) for choice in choices]
     assert made == [("test", None, "xla"), ("test", None, "xla"), ("linear", "fp32", "xla")]
     assert choices[0].facts == Size(10) and [choice.back_end for choice in inner] == ["cudnn"]
+
+
+# Two calls of the operation in the example; `projected_attention` calls `flash_attention_qkv`.
+TWICE = {"sum_rows", "transpose_add", "flash_attention"}
+
+
+def gradients(f, *arrays):
+    out, pull_back = jax.vjp(f, *arrays)
+    return pull_back(out)
+
+
+@pytest.mark.parametrize("name", sorted({*_dispatch.OPERATIONS} - {"silu_mul"}))
+def test_a_call_and_its_gradient_select_once(name):
+    for make in _dispatch.OPERATIONS[name].examples:
+        example = make(256, jnp.bfloat16) or make(256, jnp.float32)
+        call = functools.partial(example.call, implementation="auto")
+        call = functools.partial(gradients, call) if example.differentiable else call
+        with _dispatch.recorded() as choices:
+            jax.eval_shape(call, *example.shapes)
+        times = [choice.operation for choice in choices].count(name)
+        assert times == 1 or (name in TWICE and times == 2)
 
 
 # `sum_rows`, whose back end nobody can name, a part of `mlp`, and the example `silu_mul`.
