@@ -18,7 +18,7 @@ from gptjax import stages
 from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, switch_algorithm
 from gptjax.precision import PRECISIONS, Precision
-from gptjax.terminal import command_line, docstrings, printable
+from gptjax.terminal import docstrings, printable
 
 # Boxes of --help with their options. Everyday options are first; the rest is in the box "training".
 BOXES = {
@@ -67,13 +67,15 @@ def from_command_line(argv: list[str] | None = None) -> Config:
         if name not in known:
             raise ConfigError(f"--optimizer must be one of {', '.join(known)}, got {name!r}")
         config = dataclasses.replace(config, optimizer=switch_algorithm(config.optimizer, name))
-    values = command_line(
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.struct_rule(_rule(config, given.config[0] if given.config else tyro.MISSING))
+    values = tyro.cli(
         _CommandLine,
-        _rule(config, given.config[0] if given.config else tyro.MISSING),
         prog="train.py",
         description="Train a language model."
         + ("" if given.config else " With --config, the defaults are the file's."),
         args=argv,
+        registry=registry,
     )
     return _with_values(config, values)
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -19,7 +20,7 @@ from gptjax.config import EVAL_TASKS, ConfigError
 from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
-from gptjax.terminal import command_line, exit_code, printable
+from gptjax.terminal import exit_code, printable
 from gptjax.user_folders import data_folder
 
 TEXT_TASKS = ("loss", "bits-per-byte")
@@ -196,11 +197,11 @@ def main(args: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if args is None else args
 
     def command() -> None:
-        options = command_line(
+        options = tyro.cli(
             Evaluate,
             prog="python -m gptjax.evaluate",
-            description="Score a model on texts, multiple choice, CORE, or tasks of "
-            "lm-evaluation-harness. The files of hellaswag and core are not downloaded: "
+            description="Score a model on texts, multiple choice, CORE, or tasks of\n"
+            "lm-evaluation-harness. The files of hellaswag and core are not downloaded:\n"
             "an error names their address and the place for them.",
             args=args,
         )

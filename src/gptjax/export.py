@@ -13,7 +13,7 @@ from gptjax.data import DataError
 from gptjax.data.tokenizers import TokenizerChoice
 from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
-from gptjax.terminal import command_line, exit_code, interrupt, printable
+from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, save_hf, save_llmc, sources
 from gptjax.weights.bpe_files import save_tokenizer
@@ -104,4 +104,4 @@ def main(
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
     silence_orbax()
-    sys.exit(command_line(main, prog="python -m gptjax.export"))
+    sys.exit(tyro.cli(main, prog="python -m gptjax.export"))

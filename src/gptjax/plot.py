@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
 
 from gptjax.files import replacing
-from gptjax.terminal import command_line, exit_code
+from gptjax.terminal import exit_code
 from gptjax.training.run_log import read_log
 
 STYLE = {
@@ -251,5 +251,5 @@ def _scale(axes, values: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    plot = functools.partial(command_line, plot_runs, prog="python -m gptjax.plot")
+    plot = functools.partial(tyro.cli, plot_runs, prog="python -m gptjax.plot")
     sys.exit(exit_code(lambda: print(plot()), (OSError, ValueError)))

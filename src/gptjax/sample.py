@@ -12,11 +12,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import tyro
+
 from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.devices import DeviceError
 from gptjax.model_options import ModelOptions
-from gptjax.terminal import command_line, exit_code, printable
+from gptjax.terminal import exit_code, printable
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
@@ -241,11 +243,11 @@ def main(args: list[str] | None = None) -> int:
             stream.reconfigure(errors=how)
 
     options = functools.partial(
-        command_line,
+        tyro.cli,
         Sample,
         prog="python -m gptjax.sample",
-        description="Continue prompts with a model. One sample is printed after its prompt, as it "
-        "is generated; several are printed when their batch is complete.",
+        description="Continue prompts with a model. One sample is printed after its prompt,\n"
+        "as it is generated; several are printed when their batch is complete.",
         args=args,
     )
     errors = (DataError, WeightsError, ConfigError, DeviceError, OSError)

@@ -1,19 +1,15 @@
-"""Printing on a terminal, untrusted text, the command line, and the exit code of a command."""
+"""Untrusted text on a terminal, help texts, and the exit code of a command."""
 
 import ast
-import contextlib
 import dataclasses
 import inspect
 import itertools
 import os
-import shutil
 import signal
 import sys
 import textwrap
-import typing
 import unicodedata
 from collections.abc import Callable
-from typing import Any
 
 
 def printable(text: str) -> str:
@@ -49,48 +45,6 @@ def wrapped(text: str, width: int, indent: str = "") -> str:
     return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
 
 
-def command_line(kind: Any, *rules: Callable, **options: Any) -> Any:
-    """Call `tyro.cli`. The help is wrapped between words to fit the terminal.
-
-    Args:
-        kind: dataclasses or a function. Options of a dataclass precede those of its bases.
-        rules: further rules for tyro's `ConstructorRegistry.struct_rule`.
-        options: as for `tyro.cli`.
-    """
-    import tyro
-
-    registry = tyro.constructors.ConstructorRegistry()
-    for rule in (_rule, *rules):
-        registry.struct_rule(rule)
-    given = options.get("args")
-    with contextlib.ExitStack() as stack:
-        if {"-h", "--help"} & {*(sys.argv[1:] if given is None else given)}:
-            stack.enter_context(contextlib.redirect_stdout(_Wrapping(sys.stdout)))
-        return tyro.cli(kind, registry=registry, **options)
-
-
-def _rule(info: Any) -> Any:
-    """Describe a dataclass that has docstrings of its fields to tyro; None for another type."""
-    import tyro
-
-    kind = info.type
-    if not dataclasses.is_dataclass(kind) or not (texts := docstrings(kind)):
-        return None
-
-    def default(field: dataclasses.Field) -> Any:
-        if isinstance(info.default, kind):
-            return getattr(info.default, field.name)
-        if field.default_factory is not dataclasses.MISSING:
-            return field.default_factory()
-        return tyro.MISSING if field.default is dataclasses.MISSING else field.default
-
-    hints = typing.get_type_hints(kind, include_extras=True)
-    own = sorted(dataclasses.fields(kind), key=lambda field: field.name not in kind.__annotations__)
-    spec = tyro.constructors.StructFieldSpec
-    fields = (spec(f.name, hints[f.name], default(f), texts.get(f.name)) for f in own)
-    return tyro.constructors.StructConstructorSpec(kind, tuple(fields))
-
-
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and its bases, in one line each."""
     found: dict[str, str] = {}
@@ -104,19 +58,6 @@ def docstrings(kind: type) -> dict[str, str]:
                 if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr):
                     found[field.target.id] = " ".join(ast.literal_eval(after.value).split())
     return found
-
-
-class _Wrapping:
-    """Standard output of tyro, which fits boxes to the terminal, but not usage and description."""
-
-    def __init__(self, out: Any):
-        self._out, self._width = out, shutil.get_terminal_size().columns
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._out, name)
-
-    def write(self, text: str) -> int:
-        return self._out.write(text if "│" in text else wrapped(text, self._width))
 
 
 def interrupt(number: int, frame: object = None) -> None:

@@ -9,6 +9,8 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 # As in train.py: a step that fits there fits here.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
+import tyro
+
 from gptjax.bench import BenchError
 from gptjax.bench.compare import Compare
 from gptjax.bench.kernels import Kernels
@@ -16,7 +18,7 @@ from gptjax.bench.ladder import Ladder
 from gptjax.bench.profile import Profile
 from gptjax.bench.step import Step
 from gptjax.config import ConfigError
-from gptjax.terminal import command_line, exit_code, interrupt
+from gptjax.terminal import exit_code, interrupt
 
 
 def main(
@@ -30,7 +32,7 @@ def main(
         commands: dataclasses with a method `run`.
     """
     return exit_code(
-        lambda: command_line(commands, prog=prog, description=__doc__, args=args).run(),
+        lambda: tyro.cli(commands, prog=prog, description=__doc__, args=args).run(),
         (BenchError, ConfigError, OSError),
     )
 

@@ -17,7 +17,7 @@ from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.shards import DataError
 from gptjax.data.tokenizers import model_options
-from gptjax.terminal import command_line, exit_code, interrupt, printable
+from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
 type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]]
@@ -132,10 +132,10 @@ def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
 
     def prepare() -> None:
-        command = command_line(
+        command = tyro.cli(
             _Command,
             prog="python -m gptjax.data",
-            description="Prepare a text as token shards in llm.c's .bin format. "
+            description="Prepare a text as token shards in llm.c's .bin format.\n"
             "Datasets are created atomically: an interrupted command can be repeated.",
             args=args,
         )

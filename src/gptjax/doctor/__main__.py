@@ -9,9 +9,11 @@ from collections.abc import Iterator
 # The kernels need little memory, and other processes may use the GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import tyro
+
 from gptjax.doctor import checks, machine
 from gptjax.doctor.checks import Result
-from gptjax.terminal import command_line, printable
+from gptjax.terminal import printable
 
 
 def run(kernels: bool = True) -> Iterator[Result]:
@@ -50,4 +52,4 @@ def main(kernels: bool = True) -> int:
 if __name__ == "__main__":
     # End without a traceback if the reader, such as head, ends early.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(command_line(main, prog="python -m gptjax.doctor"))
+    sys.exit(tyro.cli(main, prog="python -m gptjax.doctor"))
