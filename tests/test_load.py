@@ -180,8 +180,8 @@ def test_files_of_other_programs(tmp_path):
     "make, message",
     [
         (lambda path: None, "expected a run's folder, .*; the path does not exist"),
-        (lambda path: path.mkdir(), "expected a run's folder, .* of modded-nanogpt$"),
-        (lambda path: path.write_text("x"), "expected a run's folder, .* of modded-nanogpt$"),
+        (lambda path: path.mkdir(), "expected a run's folder, .* an llm.c .bin file$"),
+        (lambda path: path.write_text("x"), "expected a run's folder, .* an llm.c .bin file$"),
         (lambda path: (path / "checkpoints").mkdir(parents=True), "found a run without one"),
     ],
 )

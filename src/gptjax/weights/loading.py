@@ -50,8 +50,7 @@ def load(
 
     Args:
         path: a run's folder such as runs/gpt2_tiny, the folder of one of its checkpoints, a Hugging
-            Face GPT-2 or Llama (folder or .safetensors file), an llm.c .bin file, or a .pt file of
-            modded-nanogpt's pull request #233.
+            Face GPT-2 or Llama (folder or .safetensors file), or an llm.c .bin file.
         precision: precision of the model. None: the run's precision, and fp32 for other files.
         step: step of a run's checkpoint; None for the newest.
         tokenizer: "auto": the tokenizer of the run's data; for other files, the tokenizer with the

@@ -1,8 +1,7 @@
 """Models on disk: detection of the format of a path, and reading of config and parameters.
 
 A path is a run's folder, a folder of checkpoints, the folder of one checkpoint, a Hugging Face
-folder or .safetensors file, an llm.c .bin file, or a .pt file of modded-nanogpt. `find` reads no
-array.
+folder or .safetensors file, or an llm.c .bin file. `find` reads no array.
 """
 
 import dataclasses
@@ -21,15 +20,12 @@ from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
-from gptjax.weights import checkpoint_files, hf, llmc, modded_nanogpt
+from gptjax.weights import checkpoint_files, hf, llmc
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import reading
 from gptjax.weights.params import Key
 
 CHECKPOINTS = "checkpoints"
-# Modules with `read_config(path)`, and with `tensors_of(path, config)`, which yields keys and host
-# arrays. Their ValueErrors and OSErrors have no path.
-FORMATS = {".bin": llmc, ".pt": modded_nanogpt}
 # Tokenizers of files by vocabulary size; 50,304 is GPT-2's vocabulary with padding.
 _TOKENIZERS = {size: name for name, (size, _) in VOCABULARIES.items()} | {50304: "gpt2"}
 
@@ -43,7 +39,8 @@ class Source:
         stored: the model's config, with the defaults of the fields that are `operational`: the
             source's values may need another GPU.
         tokenizer: "gpt2" or "byte"; None if the source does not determine it.
-        format: a module like `FORMATS`; None for a checkpoint.
+        format: `hf` or `llmc`: a module with `read_config(path)` and `tensors_of(path, config)`, an
+            iterator of keys and host arrays. Their errors have no path. None for a checkpoint.
         meta: metadata of a checkpoint, from `checkpoint_files.read_meta`.
     """
 
@@ -149,14 +146,14 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
 
 def _format(path: Path) -> Any:
     """Return the module of a file's format."""
-    if path.is_file() and path.suffix in FORMATS:
-        return FORMATS[path.suffix]
+    if path.is_file() and path.suffix == ".bin":
+        return llmc
     folder = path if path.is_dir() else path.parent
     if (folder / hf.CONFIG).is_file() and (path.is_dir() or path.suffix == ".safetensors"):
         return hf
     raise WeightsError(
         f"{path}: expected a run's folder, the folder of a checkpoint, a Hugging Face folder with "
-        "config.json, an llm.c .bin file, or a .pt file of modded-nanogpt"
+        "config.json, or an llm.c .bin file"
         + ("" if path.exists() else "; the path does not exist")
     )
 
