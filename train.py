@@ -40,7 +40,7 @@ from gptjax.training.lock import locked
 from gptjax.training.progress import Progress
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
 from gptjax.training.signals import StopRequest
-from gptjax.training.status_line import PipeConsole, StartUpTime, fitted
+from gptjax.training.status_line import PipeConsole, StartUpTime
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
 from gptjax.weights import checkpoint_files
@@ -54,8 +54,7 @@ def train(config: Config, console: Console) -> int:
 
 def _train(config: Config, console: Console, stack: ExitStack) -> int:
     def say(name: str, text: object) -> None:
-        line = fitted(console, printable(f"{name:<11} {text}"), indent=12)
-        console.print(line, markup=False)
+        console.print(printable(f"{name:<11} {text}"), markup=False)
 
     # --------------------------------------------------------------------------- config and devices
     start_up = StartUpTime(BEGAN)
@@ -156,7 +155,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         return bool(every) and (last or step % every == 0)
 
     # ------------------------------------------------------------------------------------- the loop
-    with errors.of_training(progress, checkpoints), progress:
+    with errors.of_training(progress, checkpoints):
         if config.val_every and start.step is None:
             validate()
             start_up.mark("validation")

@@ -39,12 +39,6 @@ def has_control_characters(text: str) -> bool:
     return any(unicodedata.category(c) in ("Cc", "Cs") for c in text)
 
 
-def wrapped(text: str, width: int, indent: str = "") -> str:
-    """Break each line of `text` between words to fit `width`; a longer word stays whole."""
-    how = {"break_long_words": False, "break_on_hyphens": False, "subsequent_indent": indent}
-    return "\n".join(textwrap.fill(line, width, **how) for line in text.split("\n"))
-
-
 def docstrings(kind: type) -> dict[str, str]:
     """Return the docstring below each field of a dataclass and its bases, in one line each."""
     found: dict[str, str] = {}

@@ -57,18 +57,11 @@ class Progress:
         self._read_any, self._stop = False, stop
         self._config, self._log, self._console, self._devices = config, log, console, devices
         self._timeline = Timeline(config)
-        self._status = StatusLine(config.max_steps, console=console, tokens=self._timeline.tokens)
+        self._status = StatusLine(config.max_steps, console, tokens=self._timeline.tokens)
         self._throughput = Throughput()
         self.step = step
         self._unread: dict[str, jax.Array] | None = None
         self._not_finite = 0
-
-    def __enter__(self) -> "Progress":
-        self._status.__enter__()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self._status.__exit__(*exc_info)
 
     def write(self, kind: str, step: int, **fields) -> None:
         """Write a line of the log; `tokens` follows from the step."""
@@ -135,7 +128,7 @@ class Progress:
         self.write("train", self.step, **values, **rates, **stage)
         self._check(values)
         if stage:
-            self._status.note("stage", f"stage {span.number}/{self._timeline.total}")
+            self._status.notes["stage"] = f"stage {span.number}/{self._timeline.total}"
         self._status.update(self.step, loss=values["loss"], lr=values["lr"], **rates)
         return first
 
@@ -161,7 +154,7 @@ class Progress:
         self.val_loss, self.val_step = loss, step
         self.write("val", step, loss=loss)
         self._console.print(f"step {step}: validation loss {loss:.4f}")
-        self._status.validated(loss)
+        self._status.val = f"{loss:.4f}"
         self.check_loss(step, loss)
 
     @staticmethod
@@ -176,7 +169,7 @@ class Progress:
         text = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
         self._console.print(f"step {step}: {text}")
         shown = {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
-        self._status.note("eval", " · ".join(f"{task} {x:.4f}" for task, x in shown.items()))
+        self._status.notes["eval"] = " · ".join(f"{task} {x:.4f}" for task, x in shown.items())
 
     def sampled(self, step: int, text: str | None) -> None:
         """Log and show a sampled text, if this process has one."""
@@ -192,7 +185,7 @@ class Progress:
         self.write("clipping", step, **shares)
         name = max(shares, key=shares.get, default="")
         clips = any(shares.values())
-        self._status.note("clipped", f"FP8 clips {shares[name]:.1e} ({name})" if clips else "")
+        self._status.notes["clip"] = f"FP8 clips {shares[name]:.1e} ({name})" if clips else ""
 
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""

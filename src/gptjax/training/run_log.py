@@ -196,7 +196,7 @@ class _Wandb:
         with self._noted():
             import wandb
 
-            # Otherwise wandb replaces the process's stdout, which the status line needs.
+            # Otherwise wandb replaces the process's stdout.
             options |= {"settings": wandb.Settings(console="off")}
             self._run = wandb.init(id=file.read_text().strip(), **options)
             self._run.define_metric("*", step_metric="step")

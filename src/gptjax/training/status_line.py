@@ -1,18 +1,12 @@
-"""Console, live status line and start-up time of a run."""
+"""Console, status line and start-up time of a run."""
 
 import errno
-import math
-import os
 import time
 from collections.abc import Callable
 
 from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
-from gptjax.terminal import wrapped
-
-# Steps between printed lines without a terminal; log.jsonl has every step.
+# Steps between status lines; log.jsonl has every step.
 LOG_EVERY = 10
 
 
@@ -23,19 +17,6 @@ class PipeConsole(Console):
         """Raise BrokenPipeError; print nothing afterwards."""
         self.quiet = True
         raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
-
-
-def fitted(console: Console, text: str, indent: int) -> str:
-    """Wrap a text between words if the console is a terminal, or if COLUMNS is set.
-
-    Lines in a file or a pipe stay whole.
-
-    Args:
-        indent: spaces before each line except the first.
-    """
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        return text
-    return wrapped(text, console.width, " " * indent)
 
 
 class StartUpTime:
@@ -64,44 +45,31 @@ class StartUpTime:
 
 
 class StatusLine:
-    """Line with the state of training, redrawn in place on a terminal, else printed regularly.
-
-    Inside the context, text from `console.print` or `print` appears above the line. A narrow
-    terminal cuts the line, whose most important parts come first.
+    """Line with the state of training, printed every `LOG_EVERY` steps.
 
     Args:
         total_steps: last step of training.
-        console: output; None: standard output.
+        console: output.
         clock: function that returns the time in seconds.
         tokens: function that returns the tokens in a number of steps, for the remaining time.
+
+    Attributes:
+        val: validation loss, as text.
+        notes: further texts by name, at the end of the line.
     """
 
     def __init__(
         self,
         total_steps: int,
+        console: Console,
         *,
-        console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
         tokens: Callable[[int], int] = lambda steps: steps,
     ):
-        self.console = console or Console()
-        self._total_steps = total_steps
+        self._total_steps, self._console = total_steps, console
         self._clock, self._tokens = clock, tokens
-        self._live: Live | None = None
         self._first: tuple[int, float] | None = None
-        self._drawn_at = -math.inf
-        self._val, self._notes, self._parts = "–", {}, []
-
-    def __enter__(self) -> "StatusLine":
-        if self.console.is_terminal:
-            # `update` redraws: a thread would compete with the training loop for the GIL.
-            self._live = Live(Text(""), console=self.console, auto_refresh=False)
-            self._live.start()
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        if self._live is not None:
-            self._live.stop()
+        self.val, self.notes = "–", {}
 
     def update(
         self,
@@ -113,7 +81,7 @@ class StatusLine:
         tokens_per_second: float | None = None,
         mfu: float | None = None,
     ) -> None:
-        """Show the state after `step` completed steps.
+        """Print the state after `step` completed steps, if a line is due.
 
         Args:
             loss: training loss in nats per token.
@@ -123,35 +91,15 @@ class StatusLine:
         """
         now = self._clock()
         self._first = self._first or (step, now)
-        self._parts = [
-            f"step {step}/{self._total_steps} · loss {loss:.4f}",
+        if step % LOG_EVERY and step not in (self._first[0], self._total_steps):
+            return
+        parts = [
+            f"step {step}/{self._total_steps} · loss {loss:.4f} · val {self.val}",
             f"{_or_dash(ms, '.1f')} ms · {_or_dash(tokens_per_second, ',.0f')} tok/s",
             f"ETA {self._eta(step, now)} · MFU {_or_dash(mfu, '.1%')} · lr {lr:.2e}",
+            *filter(None, self.notes.values()),
         ]
-        last = step >= self._total_steps
-        if self._live is not None:
-            self._show(due=last or now - self._drawn_at >= 0.1)
-        elif last or step % LOG_EVERY == 0 or step == self._first[0]:
-            self._show()
-
-    def validated(self, loss: float) -> None:
-        """Show a validation loss."""
-        self._val = f"{loss:.4f}"
-        if self._parts and self._live is not None:
-            self._show()
-
-    def note(self, name: str, text: str) -> None:
-        """From the next update on, end the line with this text, in place of that of this name."""
-        self._notes[name] = text
-
-    def _show(self, due: bool = True) -> None:
-        first, *others = self._parts
-        line = " · ".join([first, f"val {self._val}", *others, *filter(None, self._notes.values())])
-        if self._live is None:
-            self.console.print(line, soft_wrap=True, markup=False, highlight=False)
-            return
-        self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=due)
-        self._drawn_at = self._clock() if due else self._drawn_at
+        self._console.print(" · ".join(parts), soft_wrap=True, markup=False, highlight=False)
 
     def _eta(self, step: int, now: float) -> str:
         """Return the remaining time at the mean speed in tokens since the first update.
