@@ -213,12 +213,12 @@ def test_under_nnx_optimizer_gpt2s_groups_apply():
 # ----------------------------------------------------------------------------------------- matrices
 
 
-@pytest.mark.parametrize("outputs_first", [False, True])
-def test_packed_matrices_are_matrices_of_their_own(outputs_first):
+@pytest.mark.parametrize("axes", [{}, {"inputs": (1,), "outputs": (0,)}])
+def test_packed_matrices_are_matrices_of_their_own(axes):
     q, k, v = (normal(6, 8, seed=i) for i in range(3))
-    turned = (lambda x: x.T) if outputs_first else (lambda x: x)
+    turned = (lambda x: x.T) if axes else (lambda x: x)
     join = lambda *x: turned(np.concatenate(x, axis=1))
-    layout = lambda path: Matrices(packed=3, outputs_first=outputs_first)
+    layout = lambda path: Matrices(packed=3, **axes)
     tx = optax.chain(orthogonalize(in_fp32, layout=layout), scale_by_neuron_norm(layout=layout))
     (found,) = run(tx, [{"qkv": join(q, k, v)}])
     plain = optax.chain(orthogonalize(in_fp32), scale_by_neuron_norm())
@@ -230,7 +230,7 @@ def test_layout_and_its_inverse():
     for matrices, shape in [
         (Matrices(), (6, 9)),
         (Matrices(3), (6, 9)),
-        (Matrices(3, outputs_first=True), (6, 9)),
+        (Matrices(3, inputs=(1,), outputs=(0,)), (6, 9)),
         (Matrices(inputs=(-2,), outputs=(-1,)), (2, 6, 9)),
         (Matrices(2, inputs=(3, 1), outputs=(0, 4)), (2, 3, 4, 5, 6)),
     ]:
@@ -269,7 +269,6 @@ def test_several_axes_are_one_matrix_where_the_layout_names_them(shape, matrices
         ((2, 3, 4), {"inputs": (-4,), "outputs": (1,)}, "b.w .* do not name different axes of it"),
         ((), {"inputs": (0,)}, r"got inputs=\(0,\), outputs=\(\)"),
         ((), {"inputs": (0,), "outputs": (0, 1)}, "different axes"),
-        ((), {"inputs": (0,), "outputs": (1,), "outputs_first": True}, "outputs_first"),
         ((), {"packed": 0}, "packed must be at least 1, got 0"),
     ],
 )

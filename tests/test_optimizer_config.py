@@ -117,10 +117,9 @@ def test_normuon_is_what_the_config_says(monkeypatch):
 
 
 def test_the_header_names_the_options():
-    """tests/test_partition.py has the table of the parameters."""
     options = {"matrix_decay_form": "lr_squared", "adam_every": 2, "cautious_decay": True}
     params, groups = abstract_params(MODEL), MODEL.parameter_groups()
-    first, *_ = NorMuonConfig(**options).describe(params, groups)
+    (first,) = NorMuonConfig(**options).describe(params, groups)
     assert first.startswith("normuon: lr ")
     assert all(f"{name} {value}" in first for name, value in options.items())
     assert OptimizerConfig(learning_rate=1e-3).describe(params, groups) == [

@@ -1,7 +1,6 @@
 """The config of each optimizer, which builds the transformation of a run."""
 
 import dataclasses
-import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
@@ -23,7 +22,7 @@ from gptjax.fields import (
 from gptjax.optim.adamw import adamw, matrices_and_adamw
 from gptjax.optim.low_precision import with_mantissa
 from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
-from gptjax.optim.partition import Group, Matrices, assign, flatten
+from gptjax.optim.partition import Group, Matrices
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, SHAPES, schedule
 
@@ -151,8 +150,8 @@ class OptimizerConfig:
         return None
 
     def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        """Describe the optimizer with all options that differ from the defaults, and the options of
-        each group of parameters, one line each.
+        """Describe the optimizer with all options that differ from the defaults, in lines of the
+        header.
 
         Args:
             params: arrays, or `jax.ShapeDtypeStruct`s.
@@ -217,47 +216,8 @@ class MatrixOptimizerConfig(OptimizerConfig):
         matrix_rate = self._learning_rate(self.matrix_learning_rate, total_steps)
         return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
 
-    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        paths, leaves, _ = flatten(params)
-        assigned, kinds = assign(groups, paths), {}
-        for path, leaf in zip(paths, leaves, strict=True):
-            key = re.sub(r"(?<=\.)\d+(?=\.)", "*", path), leaf.shape, assigned[path]
-            kinds[key] = kinds.get(key, 0) + 1
-        rows = [("parameter", "shape", "optimizer", "betas", "lr", "decay")]
-        for (path, shape, group), count in kinds.items():
-            b1 = self.b1 if group.b1 is None else group.b1
-            b2 = self.b2 if group.b2 is None else group.b2
-            optimizer, betas = "adamw", f"{b1:g}, {b2:g}"
-            rate, decay = self.learning_rate, self.weight_decay
-            if group.matrices is not None:
-                *lead, n_in, n_out = group.matrices.shape(shape, path)
-                many = f"{n} matrices" if (n := math.prod(lead)) > 1 else "1 matrix"
-                optimizer, betas = f"{self.name}, {many} of {n_in} × {n_out}", ""
-                rate, decay = self.matrix_learning_rate, self.matrix_weight_decay
-            rows.append(
-                (
-                    path + (f" (of {count})" if count > 1 else ""),
-                    " × ".join(map(str, shape)),
-                    optimizer,
-                    betas,
-                    _product(rate, group.learning_rate),
-                    _product(decay, group.weight_decay),
-                )
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return [*super().describe(params, groups), *lines]
-
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
         return super()._adamw_options(schedules) | {"every": self.adam_every}
-
-
-def _product(value: float, factor: float) -> str:
-    """Return value · factor as text, with the factor if it is neither 0 nor 1."""
-    return f"{value * factor:g}" + (f" (× {factor:g})" if factor not in (0, 1) else "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,9 +301,6 @@ class MuonConfig(MatrixOptimizerConfig):
             muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: whole, params),
         )
         return matrices_and_adamw(_unpacked(groups), muon, **self._adamw_options(schedules))
-
-    def describe(self, params: optax.Params, groups: Sequence[Group]) -> list[str]:
-        return super().describe(params, _unpacked(groups))
 
 
 def _unpacked(groups: Sequence[Group]) -> list[Group]:

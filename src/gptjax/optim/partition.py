@@ -27,8 +27,6 @@ class Matrices:
 
     Attributes:
         packed: number of matrices concatenated along the outputs (3 for q|k|v).
-        outputs_first: True for two axes (outputs, inputs), as in PyTorch: the same as inputs=(1,),
-            outputs=(0,).
         inputs, outputs: axes of inputs and of outputs, for a parameter of any number of axes.
             Several axes are merged in the given order. Each remaining axis holds separate matrices.
 
@@ -43,12 +41,10 @@ class Matrices:
         >>> Matrices(inputs=(1,), outputs=(2,))
 
     Raises:
-        ValueError: packed below 1; only one of inputs and outputs; an axis named twice;
-            outputs_first with named axes.
+        ValueError: packed below 1; only one of inputs and outputs; an axis named twice.
     """
 
     packed: int = 1
-    outputs_first: bool = False
     inputs: tuple[int, ...] = ()
     outputs: tuple[int, ...] = ()
 
@@ -64,8 +60,6 @@ class Matrices:
                 "inputs=(0,), outputs=(1, 2), "
                 f"got inputs={self.inputs}, outputs={self.outputs}"
             )
-        if self.outputs_first and named:
-            raise ValueError("Matrices: leave out outputs_first where inputs and outputs are named")
 
     def shape(self, shape: tuple[int, ...], path: str = "") -> tuple[int, ...]:
         """Return the shape (…, packed, I, O) of the matrices in a parameter of this shape.
@@ -113,7 +107,7 @@ class Matrices:
                     "Matrices(inputs=(0,), outputs=(1, 2)) for one matrix, or "
                     "Matrices(inputs=(1,), outputs=(2,)) for matrices stacked along axis 0"
                 )
-            return ((), (1,), (0,)) if self.outputs_first else ((), (0,), (1,))
+            return (), (0,), (1,)
         named = tuple(axis + n if axis < 0 else axis for axis in (*self.inputs, *self.outputs))
         if not set(named) <= set(range(n)) or len(set(named)) != len(named):
             raise ValueError(
@@ -156,7 +150,6 @@ class Group:
         learning_rate: multiplies the learning rate of the group's optimizer.
         weight_decay: multiplies the weight decay of the group's optimizer.
         b1, b2: decay rates of AdamW's moments; None: the values of the optimizer's config.
-        kind: a name for readers, such as "embedding"; no optimizer of gptjax reads it.
     """
 
     paths: str
@@ -165,7 +158,6 @@ class Group:
     weight_decay: float = 1.0
     b1: float | None = None
     b2: float | None = None
-    kind: str | None = None
 
     def __post_init__(self):
         where = f"Group({self.paths!r})"
