@@ -4,7 +4,6 @@ import inspect
 import io
 import itertools
 import json
-import signal
 import sys
 
 import jax
@@ -280,33 +279,3 @@ def test_a_subclass_is_not_decoded_by_the_kernel_of_gpt2(model, monkeypatch):
     assert changed.decode_kernel(1) == "xla"
     with pytest.raises(ValueError, match="auto or xla for generation, got 'triton'"):
         changed.decode_kernel(1, "triton")
-
-
-# --------------------------------------------------------------------------------- interactive mode
-def test_interactive(command, model):
-    code, shown, errors = command("--interactive", *SIX, stdin=f"hello\n\n{'y' * 24}\nhello\nhi")
-    first = sample.printable(BYTES.decode(drawn(model, [b"hello"], 6)[0]))
-    assert code == 0 and shown.startswith(f"> {first}\n> > > ")
-    assert "error: prompt 1: expected at most 23 tokens" in errors
-    answers = shown.split("> ")
-    assert answers[1] != answers[4]  # each answer is drawn anew
-
-
-def test_ctrl_c_ends_an_answer_and_at_the_prompt_the_program(command, monkeypatch):
-    turns = []
-
-    def answer(self, prompts, turn):
-        turns.append(turn)
-        if not turn:
-            raise KeyboardInterrupt
-        print("|")
-
-    monkeypatch.setattr(sample.Sampler, "answer", answer)
-    code, shown, _ = command("--interactive", *SIX, stdin="hello\nhi\n")
-    assert (code, turns, shown) == (0, [0, 1], "> \n> |\n> \n")
-
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("builtins.input", interrupted)
-    assert command("--interactive", *SIX)[0] == 128 + signal.SIGINT

@@ -1,6 +1,5 @@
 """Continue prompts with a model: `python -m gptjax.sample PATH --prompt "A language model is"`."""
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -32,9 +31,6 @@ class Sample(ModelOptions):
     """One or several prompts. Without any, texts start after the end-of-text token."""
     prompt_file: tuple[Path, ...] = ()
     """UTF-8 files with one prompt each; - is standard input. The last newline is removed."""
-    interactive: bool = False
-    """Read one prompt per line and print its continuation. Ctrl-C stops the continuation, and at
-    the prompt ends the program, as does Ctrl-D."""
     max_new_tokens: int = 256
     """Maximum number of new tokens. A text also ends when prompt and text fill block_size."""
     temperature: float = 1.0
@@ -60,11 +56,6 @@ class Sample(ModelOptions):
         """Raise ConfigError for options that contradict each other or are out of range."""
         from gptjax.generation import check_options
 
-        if self.interactive and (self.prompt or self.prompt_file or self.json):
-            raise ConfigError(
-                "--interactive reads prompts from the terminal and prints text; leave out "
-                "--prompt, --prompt-file and --json"
-            )
         if min(self.num_samples, self.batch_size) < 1:
             raise ConfigError("--num-samples and --batch-size must be at least 1")
         try:
@@ -93,71 +84,56 @@ class Sample(ModelOptions):
         return prompts or [""]
 
 
-class Sampler:
-    """A loaded model, and the printing of its texts."""
+def encoded(tokenizer: Any, prompts: Sequence[str], room: int) -> Iterator[list[int]]:
+    """Yield the tokens of each prompt; an empty text is the end-of-text token.
 
-    def __init__(self, options: Sample):
-        self.options = options
-        self.model, self.tokenizer = options.load()
+    Raises:
+        ConfigError: a prompt of `room` or more tokens.
+    """
+    for number, prompt in enumerate(prompts, 1):
+        ids = tokenizer.encode(prompt).tolist() if prompt else [tokenizer.eot]
+        if len(ids) >= room:
+            raise ConfigError(
+                f"prompt {number}: expected at most {room - 1} tokens, one fewer than the "
+                f"model's block_size, got {len(ids)}"
+            )
+        yield ids
 
-    def tokens(self, prompts: Sequence[str]) -> Iterator[list[int]]:
-        """Yield the tokens of each prompt; an empty text is the end-of-text token.
 
-        Raises:
-            ConfigError: the model has no room for a new token.
-        """
-        room = self.model.config.block_size
-        for number, prompt in enumerate(prompts, 1):
-            ids = self.tokenizer.encode(prompt).tolist() if prompt else [self.tokenizer.eot]
-            if len(ids) >= room:
-                raise ConfigError(
-                    f"prompt {number}: expected at most {room - 1} tokens, one fewer than the "
-                    f"model's block_size, got {len(ids)}"
-                )
-            yield ids
+def print_samples(options: Sample, model: Any, tokenizer: Any, prompts: Sequence[str]) -> None:
+    """Print the samples of each prompt, in order.
 
-    def answer(self, prompts: Sequence[str], turn: int = 0) -> None:
-        """Print the samples of each prompt, in order.
+    Raises:
+        ConfigError: a prompt is too long; nothing is printed.
+    """
+    import jax
 
-        Args:
-            turn: number of the call. Each number selects other random draws.
+    from gptjax.generation.stream import complete
 
-        Raises:
-            ConfigError: a prompt is too long; nothing is printed.
-        """
-        encoded, options = [*self.tokens(prompts)], self.options
-        rows = [(p, n) for p in range(len(prompts)) for n in range(1, options.num_samples + 1)]
-        size = options.batch_size
-        batches = [rows[i : i + size] for i in range(0, len(rows), size)]
-        if len(batches) > 1:  # equal batch sizes, so that one executable serves all batches
-            encoded.append([self.tokenizer.eot])
-            batches[-1] = batches[-1] + [(len(prompts), 0)] * (size - len(batches[-1]))
-        streamed = len(rows) == 1 and not options.json
-        for number, batch in enumerate(batches, turn * len(batches)):
-            completions = self._complete([encoded[p] for p, _ in batch], number, streamed)
-            if streamed:
-                # With --interactive, the user has just typed the prompt.
-                _stream("" if options.interactive else prompts[0], completions)
-                continue
-            *_, done = completions
-            for (p, n), completion in zip(batch, done, strict=True):
-                if p < len(prompts):
-                    (_print_json if options.json else _print)(prompts[p], p + 1, n, completion)
-
-    def _complete(self, prompts: list[list[int]], number: int, streamed: bool) -> Iterator[list]:
-        """Return an iterator over the completions as they grow; `number` selects the key."""
-        import jax
-
-        from gptjax.generation.stream import complete
-
-        options = self.options
+    room = model.config.block_size
+    tokens = [*encoded(tokenizer, prompts, room)]
+    rows = [(p, n) for p in range(len(prompts)) for n in range(1, options.num_samples + 1)]
+    batches = [[*batch] for batch in itertools.batched(rows, options.batch_size)]
+    if len(batches) > 1:  # equal batch sizes, so that one executable serves all batches
+        tokens.append([tokenizer.eot])
+        batches[-1] += [(len(prompts), 0)] * (options.batch_size - len(batches[-1]))
+    streamed = len(rows) == 1 and not options.json
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_eot")
+    how = {name: getattr(options, name) for name in names} | (
+        {"steps": STREAMED} if streamed else {}
+    )
+    for number, batch in enumerate(batches):
         key = jax.random.key(options.seed, impl="threefry2x32")  # not JAX's configured default
         if number:  # no position: `generate` folds positions into the key
-            key = jax.random.fold_in(key, self.model.config.block_size + number)
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_eot")
-        how = {name: getattr(options, name) for name in names} | {"key": key}
-        how |= {"steps": STREAMED} if streamed else {}
-        return complete(self.model, self.tokenizer, prompts, **how)
+            key = jax.random.fold_in(key, room + number)
+        completions = complete(model, tokenizer, [tokens[p] for p, _ in batch], key=key, **how)
+        if streamed:
+            _stream(prompts[0], completions)
+            continue
+        *_, done = completions
+        for (p, n), completion in zip(batch, done, strict=True):
+            if p < len(prompts):
+                (_print_json if options.json else _print)(prompts[p], p + 1, n, completion)
 
 
 def _stream(prompt: str, completions: Iterator[list]) -> None:
@@ -181,31 +157,6 @@ def _print(prompt: str, number: int, sample: int, completion: Any) -> None:
     print(printable(f"{header}\n{completion.text}"), flush=True)
 
 
-def interact(sampler: Sampler) -> None:
-    """Answer one prompt per line, until the end of standard input.
-
-    Ctrl-C ends an answer.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C while no prompt is answered.
-    """
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - line editing in `input`
-    for turn in itertools.count():
-        try:
-            prompt = input("> ")
-        except EOFError:
-            print()
-            return
-        try:
-            if prompt:
-                sampler.answer([prompt], turn)
-        except KeyboardInterrupt:
-            print(flush=True)
-        except ConfigError as error:
-            print(f"error: {printable(str(error))}", file=sys.stderr)
-
-
 def run(options: Sample) -> None:
     """Sample and print.
 
@@ -218,13 +169,10 @@ def run(options: Sample) -> None:
     prompts = options.prompts()
     used = options.select_devices(lambda note: print(printable(note), file=sys.stderr))
     try:
-        sampler = Sampler(options)
-        about = f"{used[0].device_kind}, {sampler.model.config.precision.name}"
+        model, tokenizer = options.load()
+        about = f"{used[0].device_kind}, {model.config.precision.name}"
         print(printable(f"{options.path}: {about}"), file=sys.stderr)
-        if options.interactive:
-            interact(sampler)
-        else:
-            sampler.answer(prompts)
+        print_samples(options, model, tokenizer, prompts)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
