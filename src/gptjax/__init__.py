@@ -8,45 +8,29 @@ __version__ = "0.1.0"
 # of a name at the first use of the name. `python -m gptjax.data` and `gptjax.plot` need no JAX, so
 # they start in a tenth of the time.
 if TYPE_CHECKING:
-    from gptjax.config import Config
-    from gptjax.data import Batch
-    from gptjax.generation import generate
-    from gptjax.models.base import loss_fn
-    from gptjax.models.gpt2 import GPT2, GPT2Config
-    from gptjax.models.llama3 import Llama3, Llama3Config
-    from gptjax.models.registry import PRESETS
-    from gptjax.models.speedrun import Speedrun, SpeedrunConfig
-    from gptjax.optim import OptimizerConfig
-    from gptjax.parallel import Parallel
-    from gptjax.precision import Precision
-    from gptjax.stages import Stage
-    from gptjax.training.step import init_state, make_train_step
-    from gptjax.weights import load, load_hf, load_llmc, save_hf, save_llmc
+    from gptjax.config import Config as Config
+    from gptjax.data import Batch as Batch
+    from gptjax.generation import generate as generate
+    from gptjax.models.base import loss_fn as loss_fn
+    from gptjax.models.gpt2 import GPT2 as GPT2
+    from gptjax.models.gpt2 import GPT2Config as GPT2Config
+    from gptjax.models.llama3 import Llama3 as Llama3
+    from gptjax.models.llama3 import Llama3Config as Llama3Config
+    from gptjax.models.registry import PRESETS as PRESETS
+    from gptjax.models.speedrun import Speedrun as Speedrun
+    from gptjax.models.speedrun import SpeedrunConfig as SpeedrunConfig
+    from gptjax.optim import OptimizerConfig as OptimizerConfig
+    from gptjax.parallel import Parallel as Parallel
+    from gptjax.precision import Precision as Precision
+    from gptjax.stages import Stage as Stage
+    from gptjax.training.step import init_state as init_state
+    from gptjax.training.step import make_train_step as make_train_step
+    from gptjax.weights import load as load
+    from gptjax.weights import load_hf as load_hf
+    from gptjax.weights import load_llmc as load_llmc
+    from gptjax.weights import save_hf as save_hf
+    from gptjax.weights import save_llmc as save_llmc
 
-__all__ = [
-    "GPT2",
-    "PRESETS",
-    "Batch",
-    "Config",
-    "GPT2Config",
-    "Llama3",
-    "Llama3Config",
-    "OptimizerConfig",
-    "Parallel",
-    "Precision",
-    "Speedrun",
-    "SpeedrunConfig",
-    "Stage",
-    "generate",
-    "init_state",
-    "load",
-    "load_hf",
-    "load_llmc",
-    "loss_fn",
-    "make_train_step",
-    "save_hf",
-    "save_llmc",
-]
 _MODULE_OF = {
     "Batch": "data",
     "Config": "config",
@@ -63,6 +47,7 @@ _MODULE_OF = {
     **dict.fromkeys(("init_state", "make_train_step"), "training.step"),
     **dict.fromkeys(("load", "load_hf", "load_llmc", "save_hf", "save_llmc"), "weights"),
 }
+__all__ = [*_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 _MODULES = (
     "bench cli config data devices evaluation generation models optim parallel plot precision "
     "processes stages training weights"

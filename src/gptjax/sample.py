@@ -119,9 +119,8 @@ def print_samples(options: Sample, model: Any, tokenizer: Any, prompts: Sequence
         batches[-1] += [(len(prompts), 0)] * (options.batch_size - len(batches[-1]))
     streamed = len(rows) == 1 and not options.json
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "stop", "stop_at_eot")
-    how = {name: getattr(options, name) for name in names} | (
-        {"steps": STREAMED} if streamed else {}
-    )
+    how = {name: getattr(options, name) for name in names}
+    how |= {"steps": STREAMED} if streamed else {}
     for number, batch in enumerate(batches):
         key = jax.random.key(options.seed, impl="threefry2x32")  # not JAX's configured default
         if number:  # no position: `generate` folds positions into the key
