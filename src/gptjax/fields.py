@@ -5,7 +5,6 @@ between 1 − 2⁻²⁴ and 1 to 1. Steps are counted in int32.
 """
 
 import dataclasses
-import math
 import types
 import typing
 from pathlib import Path
@@ -55,23 +54,6 @@ def _range(hint: Any) -> Range | None:
         return hint
     parts = (*typing.get_args(hint), *getattr(hint, "__metadata__", ()))
     return next((found for part in parts if (found := _range(part))), None)
-
-
-def check_range(
-    where: str, /, *, at_least: float | int = 0, below: float | int = math.inf, **options
-) -> None:
-    """Check that each option is in [at_least, below).
-
-    Only Python numbers are checked: None, schedules and arrays pass.
-
-    Raises:
-        ValueError: an option is outside the range, or NaN.
-    """
-    for name, value in options.items():
-        if isinstance(value, (int, float)) and not at_least <= value < below:
-            bounded = below < math.inf
-            expected = f"in [{at_least}, {below})" if bounded else f"finite and at least {at_least}"
-            raise ValueError(f"{where}: {name} must be {expected}, got {value}")
 
 
 def flag(field: str) -> str:

@@ -33,7 +33,6 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
-from gptjax.fields import check_range
 from gptjax.optim.adamw import add_cautious_decay, matrices_and_adamw
 from gptjax.optim.partition import Group, Layout, flatten, group_of, one_matrix
 from gptjax.optim.polar_express import polar_express
@@ -50,13 +49,7 @@ def momentum_schedule(
     """Return a momentum that rises from `low` to `high`, and falls to `low` over the last steps.
 
     With no steps of warm-up, it begins with `high`; with no steps of cooldown, it ends with `high`.
-
-    Raises:
-        ValueError: low or high outside [0, 1); a negative number of steps.
     """
-    check_range("momentum_schedule", below=1, low=low, high=high)
-    steps = {"warmup_steps": warmup_steps, "cooldown_steps": cooldown_steps}
-    check_range("momentum_schedule", total_steps=total_steps, **steps)
 
     def momentum(count):
         step = jnp.asarray(count, jnp.float32)
@@ -80,8 +73,6 @@ def scale_by_nesterov(momentum: optax.ScalarOrSchedule = 0.95) -> optax.Gradient
     Args:
         momentum: β, a number or a schedule of the update's index.
     """
-
-    check_range("normuon", below=1, momentum=momentum)
 
     def init(params):
         return NesterovState(
@@ -173,7 +164,6 @@ def scale_by_neuron_norm(
     b2: float = 0.95, *, layout: Layout = one_matrix
 ) -> optax.GradientTransformation:
     """Divide each neuron's update by its running root mean square, keeping each matrix's norm."""
-    check_range("normuon", below=1, b2=b2)
 
     def init(params):
         paths, leaves, tree = flatten(params)
@@ -254,15 +244,14 @@ def normuon(
             weight decay.
 
     Raises:
-        ValueError: a number outside its range; at `init`, a parameter with fewer than two axes, or
-            with more than two and a layout that does not name inputs and outputs.
+        ValueError: at `init`, a parameter with fewer than two axes, or with more than two and a
+            layout that does not name inputs and outputs.
 
     Example:
         >>> label = lambda p: "matrix" if p.ndim >= 2 else "rest"
         >>> parts = {"matrix": normuon(0.02), "rest": optax.adam(3e-4)}
         >>> tx = optax.partition(parts, lambda params: jax.tree.map(label, params))
     """
-    check_range("normuon", learning_rate=learning_rate, weight_decay=weight_decay)
     return optax.chain(
         optax.chain(
             scale_by_nesterov(momentum),
@@ -295,7 +284,6 @@ def normuon_and_adamw(
 
     Raises:
         GroupError: at `init`, as in `assign`.
-        ValueError: a number outside its range.
     """
     of = functools.partial(group_of, tuple(groups))
     matrix = normuon(

@@ -18,8 +18,6 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from gptjax.fields import check_range
-
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
@@ -158,11 +156,6 @@ class Group:
     weight_decay: float = 1.0
     b1: float | None = None
     b2: float | None = None
-
-    def __post_init__(self):
-        where = f"Group({self.paths!r})"
-        check_range(where, learning_rate=self.learning_rate, weight_decay=self.weight_decay)
-        check_range(where, below=1, b1=self.b1, b2=self.b2)
 
 
 class GroupError(ValueError):
