@@ -13,7 +13,6 @@ from gptjax.data import (
     DatasetError,
     ShardError,
     check_dataset,
-    few_tokens_note,
     find_dataset,
     get_tokenizer,
     write_shard,
@@ -21,7 +20,6 @@ from gptjax.data import (
 from gptjax.data import dataset as module
 from gptjax.data import shards as shards_module
 from gptjax.data.__main__ import main
-from gptjax.user_folders import data_folder
 
 TRAIN_1, TRAIN_2, VAL = "some_train_000001.bin", "some_train_000002.bin", "some_val_000000.bin"
 
@@ -130,16 +128,6 @@ def test_what_is_no_dataset_of_the_run_is_refused(tmp_path):
         make_folder(tmp_path / name, **{name: ()})
         with pytest.raises(DatasetError, match=rf"{name}: expected token shards .*\b0 for"):
             find_dataset(name, tmp_path)
-
-
-def test_more_than_a_few_epochs_are_warned_of_with_the_command_that_prepares_data(tmp_path):
-    make_folder(tmp_path / "mine")  # 160 tokens
-    dataset = find_dataset("mine", tmp_path, "auto")
-    assert few_tokens_note(dataset, 8.0, data_folder()) is None
-    for epochs, shards in (8.5, 1), (2e6, 4), (1e12, 103):
-        note = few_tokens_note(dataset, epochs, tmp_path)
-        assert note.startswith("WARNING: ") and "160 training tokens of mine" in note
-        assert note.endswith(f"gptjax.data fineweb10B --shards {shards} --data-dir {tmp_path}")
 
 
 # ----------------------------------------------------------------- dataset.json and the fingerprint

@@ -5,7 +5,7 @@ imports grain.
 """
 
 from gptjax.data.corpora import CorpusError
-from gptjax.data.dataset import Dataset, check_dataset, few_tokens_note, find_dataset
+from gptjax.data.dataset import Dataset, check_dataset, find_dataset
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.loader import Batch, Loader, Windows, fixed_batches
 from gptjax.data.manifest import DatasetError
@@ -31,7 +31,6 @@ __all__ = [
     "Windows",
     "check_dataset",
     "choose_tokenizer",
-    "few_tokens_note",
     "find_dataset",
     "fixed_batches",
     "get_tokenizer",

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 import os
 import re
 from collections.abc import Callable
@@ -10,18 +9,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gptjax.data.fineweb import ALL_SHARDS, SHARD_TOKENS
 from gptjax.data.loader import Windows
 from gptjax.data.manifest import MANIFEST, DatasetError, Files, describe, read_manifest
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, ShardError, mask_path, shard_error
 from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer, model_options
 from gptjax.terminal import printable
-from gptjax.user_folders import data_folder
 
 _FINEWEB = "fineweb10B"
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
-_MANY_EPOCHS = 8
 # Sections of a fingerprint that describe files.
 _SECTIONS = {
     "train": "training tokens",
@@ -292,25 +288,6 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             "they are used as they are"
         )
     return dataclasses.replace(dataset, note=printable("\n".join(notes)) or None)
-
-
-def few_tokens_note(dataset: Dataset, epochs: float, data_dir: Path) -> str | None:
-    """Return a warning if a run repeats its training tokens more than a few times, else None.
-
-    Args:
-        dataset: the training data.
-        epochs: number of passes of the run over the training split.
-        data_dir: folder of prepared datasets, for the command in the warning.
-    """
-    if epochs <= _MANY_EPOCHS:
-        return None
-    shards = min(ALL_SHARDS, math.ceil(epochs * dataset.train_tokens / SHARD_TOKENS))
-    where = "" if data_dir == data_folder() else f" --data-dir {data_dir}"
-    return printable(
-        f"WARNING: {epochs:,.0f} EPOCHS. The run reads the {dataset.train_tokens:,} training "
-        f"tokens of {dataset.name} {epochs:,.0f} times, so the model memorizes them. Prepare more "
-        f"data first: python -m gptjax.data fineweb10B --shards {shards}{where}"
-    )
 
 
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:

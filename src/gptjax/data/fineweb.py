@@ -15,7 +15,7 @@ from gptjax.data.prepare import PrepareError, preparing
 from gptjax.data.shards import ShardError
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
-ALL_SHARDS, SHARD_TOKENS = 103, 100_000_000
+ALL_SHARDS = 103
 
 
 def prepare_fineweb(

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from gptjax import data
 from gptjax.config import Config
 from gptjax.models.base import abstract_params
 from gptjax.parallel import Parallel
@@ -65,9 +64,8 @@ def header(
         yield "", f"documents do not see each other: each begins with token {inputs.eot}"
     for line in _packed(inputs):
         yield "", line
-    for note in (dataset.note, data.few_tokens_note(dataset, inputs.epochs, config.data_dir)):
-        if note:
-            yield "", note
+    if dataset.note:
+        yield "", dataset.note
     recompute = f", recompute {model.recompute}"
     if not config.stages:
         yield "batch", _batch(config, parallel.devices) + recompute
