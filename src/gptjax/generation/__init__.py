@@ -12,9 +12,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Int, Integer, Key, UInt32
 
 from gptjax.models.base import Model
+from gptjax.models.layers import Linear
 from pallas_kernels import DecoderCache, DecoderWeights, Filters, sample_token
 
 STEPS = 32
@@ -226,11 +228,15 @@ def _chunks(model, prompt_BT, lengths_B, new, steps, implementation, how) -> Ite
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
 def _prepared(structure, params, kernel):
-    """Return parameters that `Model.prepare_decoding` changes, None for others, and the weights of
-    `Model.decoding_weights`."""
+    """Return the kernels of linear layers in the dtype in which the layers read them, None for
+    other parameters, and the weights of `Model.decoding_weights`."""
     model = jax.tree.unflatten(structure, params)
     weights = model.decoding_weights(kernel)
-    model.prepare_decoding()
+    for _, layer in nnx.iter_modules(model):
+        if isinstance(layer, Linear):
+            read_dtype = layer.kernel.get_metadata()["read_dtype"]
+            if layer.kernel[...].dtype != read_dtype:
+                layer.kernel.set_value(layer.kernel[...].astype(read_dtype))
     # `jax.jit` would return a copy of an unchanged parameter.
     pairs = zip(params, jax.tree.leaves(model), strict=True)
     return [None if new is old else new for old, new in pairs], weights

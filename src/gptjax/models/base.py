@@ -316,16 +316,10 @@ class Model(nnx.Module):
             )
         return "xla"
 
-    def prepare_decoding(self) -> None:
-        """Cast parameters to the dtypes in which generation reads them, in place.
-
-        Generation calls `decoding_weights` and then this method on a traced copy of the model, and
-        uses the results until the model changes. The method must not add or remove parameters.
-        """
-
     def decoding_weights(self, implementation: str) -> PyTree:
         """Return the weights of `decode` for a back end of `decode_kernel`, or None.
 
+        Generation computes them once, and uses them until the model changes.
         With None, `decode` receives the weights that `start_decoding` computes in each call.
         """
         return None

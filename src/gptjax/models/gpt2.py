@@ -234,17 +234,6 @@ class GPT2(Model):
             precision=c.precision.matmul,
         )
 
-    def prepare_decoding(self) -> None:
-        """See `Model.prepare_decoding`: the matrices of the blocks, in the compute dtype."""
-        if type(self) is not GPT2:  # a subclass may read the matrices in fp32
-            return
-        dtype = self.config.precision.compute_dtype
-        for block in self.blocks:
-            attention, mlp = block.attn, block.mlp
-            for layer in (attention.c_attn, attention.c_proj, mlp.c_fc, mlp.c_proj):
-                if (kernel_IO := layer.kernel[...]).dtype != dtype:
-                    layer.kernel.set_value(kernel_IO.astype(dtype))
-
     def start_decoding(self, tokens_BT, length_B, positions, implementation="auto"):
         x_BTC, _, caches = super().start_decoding(tokens_BT, length_B, positions, "xla")
         if self.decode_kernel(len(tokens_BT), implementation) != "triton":
