@@ -15,11 +15,9 @@ in the compute dtype is complete. fsdp is stage 3: a block's parameters are rele
 forward pass of the block and gathered again for the backward pass.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -144,19 +142,6 @@ class Parallel:
         """
         return jax.tree.map(lambda x: NamedSharding(self.mesh, _spec(self.axis_of(x))), state)
 
-    @contextlib.contextmanager
-    def sharding_initial_arrays(self) -> Iterator[None]:
-        """Make `initial_sharding` return the shardings of this strategy.
-
-        Inside this context, each new parameter is sharded before the next is created: the
-        parameters need not fit on one device.
-        """
-        token = _initial.set(self if self.devices > 1 else None)
-        try:
-            yield
-        finally:
-            _initial.reset(token)
-
     def with_shardings(self, state: PyTree) -> PyTree:
         """Return `jax.ShapeDtypeStruct`s with the sharding of each array of a training state."""
         return jax.tree.map(
@@ -223,20 +208,6 @@ class Parallel:
             out_specs=out,
             check_vma=False,
         )
-
-
-_initial: contextvars.ContextVar[Parallel | None] = contextvars.ContextVar("initial", default=None)
-
-
-def initial_sharding(shape: tuple[int, ...]) -> NamedSharding | None:
-    """Return the sharding in which to create a random parameter of this shape.
-
-    None outside `Parallel.sharding_initial_arrays`.
-    """
-    parallel = _initial.get()
-    if parallel is None:
-        return None
-    return parallel.shardings(jax.ShapeDtypeStruct(shape, jnp.float32))
 
 
 def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = False) -> Any:

@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from gptjax.parallel import initial_sharding
 from gptjax.precision import Precision
 from pallas_kernels import flash_attention, linear
 from pallas_kernels.classifier import to_int32
@@ -30,14 +29,9 @@ def normal(
     dtype: jax.typing.DTypeLike,
     uniform: bool = False,
 ) -> Array:
-    """Return samples of N(0, std²), or uniform ones, sharded as in
-    `gptjax.parallel.initial_sharding`.
-
-    The sampler runs unsharded on one device: a sharded sampler would differ in the last bits.
-    """
-    samples = _samples(key, shape, uniform, 3**0.5 * std if uniform else std, dtype)
-    sharding = initial_sharding(samples.shape)
-    return samples if sharding is None else jax.device_put(samples, sharding)
+    """Return samples of N(0, std²), or uniform ones, on one device: a sharded sampler would differ
+    in the last bits."""
+    return _samples(key, shape, uniform, 3**0.5 * std if uniform else std, dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "uniform", "factor", "dtype"))

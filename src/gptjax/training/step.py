@@ -9,7 +9,6 @@ the first T are inputs, the last T their targets.
 Shapes: A micro-batches per step, B sequences per micro-batch over all devices, T time.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
@@ -72,17 +71,18 @@ def init_state(
         parallel: devices and shardings of the state; None for JAX's default device.
         params: initial parameters, which become part of the state; None for random parameters.
     """
-    with parallel.sharding_initial_arrays() if parallel else contextlib.nullcontext():
-        params = init_params(config, seed) if params is None else params
-        opt_state = tx.init(params)
-        state = TrainState(
-            step=jnp.zeros((), jnp.int32),
-            params=low_precision.stored(params, opt_state),
-            opt_state=opt_state,
-            rng=jax.random.key_data(jax.random.key(seed)),
-            loss_window=OutlierWindow.empty(),
-            grad_norm_window=OutlierWindow.empty(),
-        )
+    params = init_params(config, seed) if params is None else params
+    if parallel is not None:  # the moments then have the shardings of the parameters
+        params = jax.device_put(params, parallel.shardings(params))
+    opt_state = tx.init(params)
+    state = TrainState(
+        step=jnp.zeros((), jnp.int32),
+        params=low_precision.stored(params, opt_state),
+        opt_state=opt_state,
+        rng=jax.random.key_data(jax.random.key(seed)),
+        loss_window=OutlierWindow.empty(),
+        grad_norm_window=OutlierWindow.empty(),
+    )
     return state if parallel is None else jax.device_put(state, parallel.shardings(state))
 
 
