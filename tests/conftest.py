@@ -35,7 +35,7 @@ import jaxtyping
 import numpy as np
 import pytest
 
-pytest_plugins = ["kernel_tools"]
+pytest_plugins = ["kernel_tools", "train_tools", "bench_tools"]
 # Before a test imports them.
 pytest.register_assert_rewrite(*(path.stem for path in Path(__file__).parent.glob("*_tools.py")))
 # `nohup pytest` ignores SIGHUP, and `pytest &` in a script SIGINT; processes that tests start would
@@ -121,9 +121,10 @@ def _device(request):
 @pytest.fixture
 def optax_promotion():
     """For tests that run an optax optimizer: optax's Adam itself mixes int32 and float, which
-    strict promotion refuses."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+    strict promotion refuses. For all threads: a thread compiles the later stages of a run."""
+    jax.config.update("jax_numpy_dtype_promotion", "standard")
+    yield
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 
 @pytest.fixture

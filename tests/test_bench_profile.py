@@ -14,8 +14,6 @@ from gptjax.bench.__main__ import main
 from gptjax.bench.hlo import Place, places
 from gptjax.bench.profile import Kernel, kernels, summary
 
-# The fixture `card`.
-pytest_plugins = ["bench_tools"]
 # As XLA writes a scheduled module for a GPU, cut to one instruction of each kind.
 HLO = (Path(__file__).parent / "data/scheduled_module.hlo").read_text()
 

@@ -19,8 +19,6 @@ from gptjax.bench.results import Row, print_table
 from gptjax.models.gpt2 import PRESETS
 from gptjax.precision import Precision
 
-# The fixture `card`.
-pytest_plugins = ["bench_tools"]
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 # A model that is not GPT-2.
 OTHER = Path(__file__).parents[1] / "examples" / "new_model" / "config.py"

@@ -18,8 +18,6 @@ from gptjax.evaluation import (
     score_core,
 )
 
-pytest_plugins = ["train_tools"]
-
 
 @pytest.fixture
 def evaluating(config, tmp_path):

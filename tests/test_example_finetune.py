@@ -16,8 +16,6 @@ from gptjax import cli
 from gptjax.data.__main__ import main
 from gptjax.models.gpt2 import GPT2Config
 
-pytest_plugins = ["train_tools"]
-
 FOLDER = Path(__file__).parents[1] / "examples" / "finetune"
 FIELDS = ["--prompt-field", "prompt", "--answer-field", "answer", "--tokenizer", "byte"]
 FIELDS += ["--name", "facts"]

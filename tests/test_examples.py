@@ -24,7 +24,6 @@ from pallas_kernels import rms_norm
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDER, MIXTURE = EXAMPLES / "new_model", EXAMPLES / "mixture_of_experts.py"
-pytest_plugins = ["train_tools"]
 
 
 @pytest.fixture

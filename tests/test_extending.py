@@ -13,8 +13,6 @@ from train_tools import rows, run
 import gptjax
 from gptjax.data import open_shard
 
-pytest_plugins = ["train_tools"]
-
 DOCS = Path(__file__).parents[1] / "docs"
 
 

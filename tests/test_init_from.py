@@ -21,9 +21,6 @@ from gptjax.training import init_from
 from gptjax.training.inputs import Inputs
 from gptjax.weights import WeightsError, sources
 
-# The fixtures `config` and `words`.
-pytest_plugins = ["train_tools"]
-
 
 def test_the_first_loss_is_that_of_the_resumed_run(config, tmp_path, monkeypatch):
     """To the last bit, on the same batch; then the new run resumes without the other model."""

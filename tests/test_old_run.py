@@ -17,9 +17,6 @@ from gptjax.data import fixed_batches
 from gptjax.optim import OptimizerConfig
 from gptjax.weights.checkpoint_files import checksum
 
-# The fixture `one_device`.
-pytest_plugins = ["train_tools"]
-
 FIXTURES = Path(__file__).parent / "fixtures"
 # Loss and gradient norm of steps 5 to 8.
 LATER = {

@@ -19,9 +19,6 @@ from gptjax.config import Config
 from gptjax.training import resume
 from gptjax.weights import DamagedError
 
-# The fixture `words`.
-pytest_plugins = ["train_tools"]
-
 SCRIPT = Path(__file__).with_name("processes_runs.py")
 STRATEGIES = ("data", "zero1", "fsdp")
 CONFIG = """

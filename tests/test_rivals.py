@@ -44,9 +44,6 @@ from gptjax.optim import switch_algorithm
 from gptjax.precision import Precision
 from gptjax.terminal import first_line
 
-# The fixture `card`.
-pytest_plugins = ["bench_tools"]
-
 
 def run(script, *options):
     """Run a script of benchmarks/rivals in this process; return its exit code."""

@@ -29,8 +29,6 @@ from gptjax.timeline import Timeline
 from gptjax.training import compilation
 from gptjax.training.step import init_state, loss_and_grads, make_train_step
 
-# The fixture `config`.
-pytest_plugins = ["train_tools"]
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 # The record's factor of mlp_out's learning rate needs n_inner = 4 · n_embd.

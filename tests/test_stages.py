@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from dataset_tools import tokens_of
-from train_tools import last_state, losses, rows, run
+from train_tools import losses, rows, run, same_as
 
 from gptjax import config as configuration
 from gptjax.cli import from_command_line
@@ -23,9 +23,6 @@ from gptjax.training.compilation import StagedStep
 from gptjax.training.inputs import Batches, Inputs
 from gptjax.training.step import init_state
 from gptjax.weights import checkpoint_files
-
-# The fixture `config`.
-pytest_plugins = ["train_tools"]
 
 BF16 = Precision("bf16")
 # Steps 0–5 as a run without stages, 6–8 with another batch in the same order of windows, 9–11 with
@@ -41,12 +38,8 @@ STAGES = (
 def staged(config):
     """A run of 12 steps in three stages."""
     optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)
-    config = dataclasses.replace(config, optimizer=optimizer, stages=STAGES, max_steps=12)
-    # A thread that traces does not see the context of `optax_promotion`.
-    promotion = jax.config.values["jax_numpy_dtype_promotion"]
-    jax.config.update("jax_numpy_dtype_promotion", "standard")
-    yield dataclasses.replace(config, val_every=0, sample_every=0, checkpoint_every=0)
-    jax.config.update("jax_numpy_dtype_promotion", promotion)
+    never = {"val_every": 0, "sample_every": 0, "checkpoint_every": 0}
+    return dataclasses.replace(config, optimizer=optimizer, stages=STAGES, max_steps=12, **never)
 
 
 @pytest.fixture
@@ -97,11 +90,7 @@ def test_a_run_resumes_at_and_inside_a_stage_bit_for_bit(staged, whole):
         assert code == 0 and "the run ends before the last" in shown
         place = checkpoint_files.read_meta(staged.run_dir / "checkpoints" / str(end))["data"]
         assert place["stage"] == 2
-    code, shown = run(staged)
-    assert code == 0 and "resuming from step 9" in shown
-    assert losses(staged) == losses(whole[0])
-    both = zip(last_state(staged), last_state(whole[0]), strict=True)
-    assert all(np.array_equal(a, b) for a, b in both)
+    same_as(whole[0], staged, "resuming from step 9")
 
 
 def test_the_windows_of_a_stage(staged):

@@ -19,9 +19,6 @@ from gptjax.training import compilation
 from gptjax.training.lock import LockedError, locked
 from gptjax.weights import CheckpointError
 
-# The fixture `config`.
-pytest_plugins = ["train_tools"]
-
 
 def test_errors_are_a_sentence_and_a_non_zero_exit(config, tmp_path):
     command = command_line(config, tmp_path, "--batch-tokens", "1000")

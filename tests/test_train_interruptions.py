@@ -23,9 +23,6 @@ from gptjax.training import step as step_module
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.run_log import read_log
 
-# The fixture `config`.
-pytest_plugins = ["train_tools"]
-
 
 def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
     optimizer = dataclasses.replace(config.optimizer, schedule_steps=20)

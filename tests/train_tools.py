@@ -127,14 +127,20 @@ def last_state(config: Config) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(state)]
 
 
-def same_as(alone: Config, config: Config, says: str) -> None:
+def check_same(config: Config, alone: Config) -> None:
+    """Check that losses and last state are those of another run."""
+    assert losses(config) == losses(alone)
+    both = zip(last_state(config), last_state(alone), strict=True)
+    assert all(np.array_equal(a, b) for a, b in both)
+
+
+def same_as(alone: Config, config: Config, says: str) -> str:
     """Resume a run; check that losses and state are those of the undisturbed run."""
     code, shown = run(config)
     assert code == 0 and says in shown
-    assert losses(config) == losses(alone)
     assert [*losses(config)] == [*range(1, config.max_steps + 1)]
-    both = zip(last_state(config), last_state(alone), strict=True)
-    assert all(np.array_equal(a, b) for a, b in both)
+    check_same(config, alone)
+    return shown
 
 
 def steps_kept(config: Config) -> list[int]:
