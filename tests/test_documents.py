@@ -144,6 +144,7 @@ def batch_of(documents: bool, masked: bool, *shape: int) -> Batch:
 @pytest.mark.parametrize(
     "documents, masked, micro_batches, devices, strategy, recompute",
     [
+        (False, False, 2, 1, "data", "none"),
         (True, False, 1, 2, "data", "none"),
         (True, True, 2, 2, "zero1", "none"),
         (True, True, 2, 2, "fsdp", "block"),
@@ -168,7 +169,8 @@ def test_any_split_of_a_batch_is_one_batch(
 
 
 @pytest.mark.parametrize(
-    "documents, masked, devices", [(True, False, 1), (False, True, 1), (True, True, 2)]
+    "documents, masked, devices",
+    [(False, False, 1), (True, False, 1), (False, True, 1), (True, True, 2)],
 )
 def test_evaluation_is_the_mean_over_the_targets(documents, masked, devices):
     across = Parallel.of(jax.devices("cpu")[:devices])

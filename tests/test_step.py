@@ -79,17 +79,6 @@ def test_the_first_state_is_the_model_of_its_seed_bit_for_bit(monkeypatch, seed,
         assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(rest))
 
 
-@pytest.mark.parametrize("split", [(2, 4), (8, 1)])
-def test_any_split_of_a_batch_gives_one_loss_and_gradient(split):
-    params = state_of(optax.identity()).params
-    whole_loss, whole = gradient(params, windows(1, 8))
-    loss, grads = gradient(params, windows(1, 8).reshape(*split, -1))
-    # fp32: sums of the same numbers in another order.
-    np.testing.assert_allclose(loss, whole_loss, rtol=1e-6)
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(grads), strict=True):
-        np.testing.assert_allclose(b, a, rtol=1e-4, atol=1e-6 * float(jnp.abs(a).max()))
-
-
 def test_gradients_accumulate_in_fp32_whatever_the_precision():
     config = dataclasses.replace(
         CONFIG, precision=dataclasses.replace(CONFIG.precision, name="bf16")
@@ -153,15 +142,6 @@ def test_metrics_report_the_step_that_was_made():
     assert float(metrics["lr"]) == pytest.approx(1e-2)
 
 
-def test_the_padding_of_the_vocabulary_stays_zero():
-    tx, step = adamw_step()
-    state = state_of(tx)
-    for i in range(3):
-        state, _ = step(state, windows(1, 4, seed=i))
-    assert not state.params["wte"][CONFIG.vocab_size :].any()
-    assert state.params["wte"][: CONFIG.vocab_size].any()
-
-
 @pytest.mark.parametrize("which", ["skip_loss_z", "skip_grad_norm_z"])
 def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     tx, step = adamw_step(**{which: 3.0})
@@ -181,13 +161,6 @@ def test_an_outlier_skips_its_update_and_the_window_remembers(which):
     _, never = adamw_step()
     moved, metrics = never(state, windows(1, 4))
     assert int(metrics["skipped"]) == 0 and bool((moved.params["wpe"] != state.params["wpe"]).any())
-
-
-def test_evaluation_is_the_loss_without_an_update():
-    params = state_of(optax.identity()).params
-    loss, _ = gradient(params, windows(1, 8))
-    found = jax.jit(make_eval_step(graph(CONFIG)))(params, windows(8))
-    np.testing.assert_allclose(found, loss, rtol=1e-6)
 
 
 # --------------------------------------------------------------------------------------- on an H200

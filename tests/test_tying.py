@@ -1,6 +1,5 @@
-"""gptjax.training.tying: gradients and copies, and a training step of the speedrun's model."""
+"""gptjax.training.tying: gradients and copies; test_speedrun_training.py has steps of a model."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,19 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
-from test_speedrun_training import TINY
 
-from gptjax.models.base import graph, loss_fn
-from gptjax.models.speedrun import Stage
-from gptjax.optim import Group, Matrices, adamw, normuon_and_adamw, view, whole, with_mantissa
-from gptjax.optim.partition import flatten
-from gptjax.training.step import init_state, make_train_step
+from gptjax.optim import Group, Matrices, normuon_and_adamw, view, whole, with_mantissa
 from gptjax.training.tying import tie, tie_gradients
 
 PAIRS = (("lm_head", "embed"),)
-TIED = dataclasses.replace(TINY, stage=Stage(2, 5, (5,), tied=True))
-UNTIED = dataclasses.replace(TIED, stage=TIED.stage._replace(tied=False))
 
 
 def random(*shape, seed=0):
@@ -51,41 +42,6 @@ def test_moments_are_copied_at_any_depth():
     message = r"one optimizer .* lm_head and embed: there is .*mu.embed"
     with pytest.raises(ValueError, match=message):
         tie(of(labels | {"lm_head": "sgd"}).init(params), PAIRS)
-
-
-def test_a_tied_run_and_the_first_untied_step():
-    """Tied steps are those of a model whose embedding is its transposed head."""
-    seen = jax.random.randint(jax.random.key(0), (3, 1, 2, 12), 0, TIED.vocab_size)
-    rate = lambda _: 0.01
-    tx = adamw(rate)
-    state = init_state(TIED, tx, 0)
-    graphdef = graph(TIED)
-
-    def shared(params, windows):
-        model = nnx.merge(graphdef, params | {"embed": params["lm_head"].T})
-        return loss_fn(model, windows[:, :-1], windows[:, 1:])
-
-    expected = {name: x for name, x in state.params.items() if name != "embed"}
-    expected_state = tx.init(expected)
-    gradient = jax.jit(jax.grad(shared))
-    step = jax.jit(make_train_step(graphdef, tx))
-    for windows in seen:
-        grads = gradient(expected, windows[0])
-        updates, expected_state = tx.update(grads, expected_state, expected)
-        expected = optax.apply_updates(expected, updates)
-        state, _ = step(state, windows)
-        names, leaves, _ = flatten((state.params, state.opt_state))
-        copies = [name for name in names if name.endswith("embed")]
-        assert len(copies) == 3  # the parameter and two moments
-        for name in copies:
-            source = leaves[names.index(name.removesuffix("embed") + "lm_head")]
-            np.testing.assert_array_equal(leaves[names.index(name)], source.T)
-    for name, x in expected.items():
-        np.testing.assert_allclose(state.params[name], x, rtol=1e-4, atol=2e-6, err_msg=name)
-
-    untied = jax.jit(make_train_step(graph(UNTIED), tx))
-    after, _ = untied(state, seen[0])
-    assert (after.params["embed"] != after.params["lm_head"].T).any()
 
 
 def test_the_mantissa_of_a_bf16_copy(optax_promotion):
