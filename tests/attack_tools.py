@@ -1,24 +1,14 @@
 """Run a file of attacks as a process, and judge the outcomes of its trials."""
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
+
+from process_tools import python
 
 
 def in_a_process(file: str, trials: int) -> list[dict]:
     """Run a file of attacks as a script; return the rows that it prints."""
-    done = subprocess.run(
-        [sys.executable, file, str(trials)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(python(file, str(trials)))
 
 
 def counted(rows: list[dict], right: set[str]) -> Counter:

@@ -8,13 +8,11 @@ import ast
 import copy
 import functools
 import importlib
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from process_tools import python
 
 ROOT = Path(__file__).parents[1]
 COURSE = ROOT / "docs" / "course"
@@ -56,17 +54,10 @@ def test_the_solution_passes(chapter, test, course):
 
 
 def test_four_devices_by_the_readers_command():
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--solutions"]
-    done = subprocess.run(
-        [*command, f"docs/course/{FOUR_DEVICES}"],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--solutions")
+    shown = python(*command, f"docs/course/{FOUR_DEVICES}", cwd=ROOT)
     count = len(names_in(FOUR_DEVICES))
-    assert re.search(rf"^{count} passed in", done.stdout, flags=re.MULTILINE), done.stdout
+    assert re.search(rf"^{count} passed in", shown, flags=re.MULTILINE), shown
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)

@@ -1,13 +1,12 @@
 """python -m gptjax.doctor finds each planted fault and its remedy; a healthy machine passes."""
 
-import subprocess
-import sys
 import types
 
 import jax
 import jax.numpy as jnp
 import pytest
 from packaging.requirements import Requirement
+from process_tools import python
 
 from gptjax.doctor import __main__ as doctor
 from gptjax.doctor import kernels, machine
@@ -208,5 +207,4 @@ def test_the_doctor_starts_without_jax():
         "import sys; sys.modules['jax'] = None; import gptjax.doctor.__main__ as d; "
         "print([(r.name, r.status) for r in d.run()][-1], 'jaxlib' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "('GPUs', 'failed') False\n", done.stderr
+    assert python("-c", code) == "('GPUs', 'failed') False\n"

@@ -1,8 +1,6 @@
 """gptjax.data.Loader: windows, their order, positions, several processes, and the errors."""
 
 import os
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -14,7 +12,6 @@ import pytest
 from dataset_tools import tokens_of
 from hypothesis import given, settings
 
-import gptjax
 from gptjax.data import Loader, ShardError, Windows, fixed_batches, write_shard
 
 VOCAB = 65536
@@ -188,15 +185,6 @@ def test_close_ends_the_threads(shared):
     for thread in mine:
         thread.join(timeout=5)
     assert mine and not any(thread.is_alive() for thread in mine)
-
-
-def test_the_data_package_starts_without_jax():
-    code = (
-        "import sys, gptjax.data, gptjax.data.__main__; "
-        "sys.exit('jax' in sys.modules or 'grain' in sys.modules)"
-    )
-    environment = {"PYTHONPATH": str(Path(gptjax.__file__).parents[1])}
-    assert not subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
 
 
 def fixed(paths, **options):

@@ -7,16 +7,14 @@ import collections
 import dataclasses
 import functools
 import json
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import numpy as np
 import parallel_runs
 import pytest
 from parallel_runs import CASES, RESUMED, SMALLEST_SHARDED, STEPS, Case
+from process_tools import python
 
 from gptjax import Precision, parallel
 from gptjax.models.base import graph, init_params
@@ -33,11 +31,7 @@ CONFIG = GPT2Config(
 def results(tmp_path_factory):
     """The results of all cases."""
     folder = tmp_path_factory.mktemp("parallel")
-    subprocess.run(
-        [sys.executable, parallel_runs.__file__, str(folder)],
-        check=True,
-        env=os.environ | {"XLA_FLAGS": parallel_runs.XLA_FLAGS, "JAX_PLATFORMS": "cpu"},
-    )
+    python(parallel_runs.__file__, str(folder), XLA_FLAGS=parallel_runs.XLA_FLAGS)
     return json.loads((folder / "results.json").read_text())
 
 

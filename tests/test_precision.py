@@ -1,14 +1,13 @@
 """gptjax.precision: the dtypes of each name; a precision affects only its own model."""
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 from gpt2_tools import SHAPES, config_of, split
+from process_tools import python
 
 from gptjax import Precision, loss_fn
 from gptjax.precision import PRECISIONS
@@ -87,9 +86,5 @@ after = dict(jax.config.values)
 changed = sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 print(json.dumps([changed, sorted(set(os.environ.items()) ^ set(environment.items()))]))
 """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    settings, environment = json.loads(done.stdout.splitlines()[-1])
+    settings, environment = json.loads(python("-W", "ignore", "-c", code).splitlines()[-1])
     assert settings == [] and environment == []

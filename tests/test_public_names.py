@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_tools import python
 
 import gptjax
 import gptjax.data
@@ -42,16 +41,9 @@ def test_pyright_knows_the_type_of_every_public_name(tmp_path):
     imports = [f"import {package.__name__}" for package in packages]
     lines = imports + [f"reveal_type({name})" for name in names]
     (tmp_path / "user.py").write_text("\n".join(lines))
-    done = subprocess.run(
-        [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", sys.executable],
-        cwd=tmp_path,
-        env=os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    said = [found["message"] for found in json.loads(done.stdout)["generalDiagnostics"]]
+    pyright = ("-m", "pyright", "--outputjson", "--pythonpath", sys.executable)
+    shown = python(*pyright, cwd=tmp_path, PYRIGHT_PYTHON_IGNORE_WARNINGS="1")
+    said = [found["message"] for found in json.loads(shown)["generalDiagnostics"]]
     types = dict(
         re.fullmatch(r'Type of "(.+?)" is "(.+)"', text, re.DOTALL).groups() for text in said
     )
@@ -73,8 +65,17 @@ def test_submodules_are_loaded_at_their_first_use():
         "except AttributeError as error:\n"
         "    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert (
-        done.stdout
-        == "Config normuon gptjax.training\nmodule 'gptjax' has no attribute 'nothing'\n"
-    )
+    shown = python("-c", code)
+    assert shown == "Config normuon gptjax.training\nmodule 'gptjax' has no attribute 'nothing'\n"
+
+
+@pytest.mark.parametrize(
+    "module, absent",
+    [
+        ("gptjax.data.__main__", "jax grain"),
+        ("pallas_kernels.extend", "triton jax_triton pallas_kernels._mosaic"),
+    ],
+)
+def test_an_import_does_not_load_what_it_may_not_need(module, absent):
+    loaded = python("-c", f"import sys, {module}; print(*sys.modules)").split()
+    assert module in loaded and not {*absent.split()} & {*loaded}

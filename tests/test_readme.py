@@ -3,14 +3,13 @@
 import importlib
 import importlib.util
 import json
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from process_tools import python
 
 from gptjax import cli
 from gptjax.data import TokenizerUnavailable, get_tokenizer
@@ -96,16 +95,7 @@ def test_the_examples_run(tmp_path):
                 examples[name] = block
             assert code.co_names, name
     assert [printed for printed in SMALLER if printed not in text] == []
-    done = subprocess.run(
-        [sys.executable, "-c", RUN, str(tmp_path)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        input=json.dumps(examples),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout)
+    results = json.loads(python("-c", RUN, str(tmp_path), given=json.dumps(examples)))
     assert results.keys() == examples.keys() and len(results) >= 15
     assert [error for _, error in results.values() if error] == []
     for name, code in examples.items():
@@ -230,16 +220,8 @@ def test_the_options_that_the_pages_name_exist():
     used = [(page, *found) for page, text in texts.items() for found in COMMAND.findall(text)]
     commands = sorted({command for _, command, _ in used})
     assert {"train.py", "-m gptjax.data text", "-m gptjax.bench step"} <= {*commands}
-    done = subprocess.run(
-        [sys.executable, "-c", HELP, json.dumps([*commands, MOST_OPTIONS])],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    known = {command: options(text) for command, text in json.loads(done.stdout).items()}
+    shown = python("-c", HELP, json.dumps([*commands, MOST_OPTIONS]), cwd=ROOT, COLUMNS="200")
+    known = {command: options(text) for command, text in json.loads(shown).items()}
     assert all("--help" in names for names in known.values())
     known["train.py"] |= known[MOST_OPTIONS]
     wrong = [
