@@ -69,7 +69,7 @@ def pytest_xdist_auto_num_workers(config) -> int:
 QUICK = {
     *("test_adamw", "test_bench_profile", "test_cli", "test_config", "test_corpora"),
     *("test_dataset", "test_devices", "test_dispatch", "test_fineweb", "test_flops"),
-    *("test_loader", "test_lock", "test_low_precision", "test_outliers", "test_params"),
+    *("test_loader", "test_low_precision", "test_outliers", "test_params"),
     "test_partition",
     *("test_manual", "test_precision", "test_public_names", "test_run_log", "test_schedules"),
     "test_parallel::test_the_sharded_axis",

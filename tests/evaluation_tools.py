@@ -107,11 +107,11 @@ def write_core(folder, count, seed=0):
         write_jsonl(folder / "eval_data" / "some" / f"{name}.jsonl", items)
 
 
-def torch_text(model, ids):
-    """Log-probabilities of ids[1:], in windows of block_size tokens."""
+def torch_text(model, ids, stride=CONFIG.block_size):
+    """Log-probabilities of ids[1:], `stride` new ones from each window of block_size tokens."""
     found = []
-    for begin in range(1, len(ids), CONFIG.block_size):
-        end = min(begin + CONFIG.block_size, len(ids))
+    for begin in range(1, len(ids), stride):
+        end = min(begin + stride, len(ids))
         first = max(0, end - CONFIG.block_size - 1)
         found += torch_log_probs(model, ids[first:end], begin - first)[0].tolist()
     return np.array(found)

@@ -1,6 +1,7 @@
 """Edit and read exported files, and compare models."""
 
 import json
+import warnings
 
 import jax
 import numpy as np
@@ -8,6 +9,12 @@ import pytest
 import safetensors.numpy
 
 from gptjax.models.base import params_of
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import transformers
+
+__all__ = ["assert_same", "edit_config", "edit_tensors", "read_gguf", "transformers"]
 
 
 def edit_config(path, **fields):

@@ -1,20 +1,16 @@
 """Llama 3 from the same random weights in gptjax, and in transformers in fp32 and in fp64."""
 
 import contextlib
-import warnings
 from unittest import mock
 
 import numpy as np
 import torch
+from hf_tools import transformers
 from reference.torch_gpt2 import flatten, random_params
 from torch.nn import functional
 
 from gptjax.models.base import abstract_params
 from gptjax.models.llama3 import Llama3Config
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
 
 # A prime vocabulary, three query heads for one key head, an odd length, frequencies in all three
 # ranges of Llama 3.1's scaling.

@@ -128,12 +128,7 @@ def test_every_token_of_a_text_is_scored_once(stride, tmp_path, both, scorer):
     (tmp_path / "text.txt").write_text(text, newline="")
     stream = from_file(tmp_path / "text.txt", BYTES)
     found = score_text(scorer, stream, stride=stride)
-    ids, step = [BYTES.eot, *text.encode()], stride or BLOCK
-    nats = 0.0
-    for begin in range(1, len(ids), step):
-        end = min(begin + step, len(ids))
-        first = max(0, end - BLOCK - 1)
-        nats -= float(torch_log_probs(both[1], ids[first:end], begin - first)[0].sum())
+    nats = -torch_text(both[1], [BYTES.eot, *text.encode()], stride or BLOCK).sum()
     assert found.tokens == found.bytes == len(text.encode()) > 3 * BLOCK
     assert found.nats == pytest.approx(nats, rel=1e-6)
     assert found.loss == found.nats / found.tokens

@@ -2,13 +2,12 @@
 
 import signal
 import sys
-import warnings
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_tools import read_gguf
+from hf_tools import read_gguf, transformers
 from saved_run_tools import random_model, random_params, save_run
 
 import gptjax
@@ -17,10 +16,6 @@ from gptjax.data import TokenizerUnavailable, get_tokenizer
 from gptjax.export import export
 from gptjax.models.base import params_of
 from gptjax.weights import bpe_files
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
 
 SIZES = {"block_size": 12, "n_layer": 2, "n_head": 2, "n_embd": 8}
 BYTES = gptjax.GPT2Config(vocab_size=257, **SIZES)

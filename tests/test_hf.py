@@ -4,24 +4,18 @@ fp32 logits agree to 3.4e-6 on these shapes (standard deviation of the logits: 0
 is 2e-5.
 """
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from flax import nnx
-from hf_tools import assert_same, edit_config, edit_tensors
+from hf_tools import assert_same, edit_config, edit_tensors, transformers
 from jax.sharding import NamedSharding, PartitionSpec
 
 import gptjax
 from gptjax.models.base import params_of
 from gptjax.weights import WeightsError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
 
 # (vocabulary, positions, layers, heads, width): odd sizes; a prime vocabulary, a head dimension of
 # 5, one layer.

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gpt2_tools import batch_of, build
-from hf_tools import assert_same, read_gguf
+from hf_tools import assert_same, read_gguf, transformers
 from llama_tools import ODD, in_pytorch, random_of, theirs
 from reference.torch_gpt2 import flatten
 
@@ -19,10 +18,6 @@ from gptjax.export import export
 from gptjax.models.llama3 import rotation
 from gptjax.weights.hf import read_config
 from pallas_kernels import rotary_qkv
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    import transformers
 
 TIED = dataclasses.replace(
     ODD, tie_embeddings=True, rope_scaling=1.0, rope_original_length=8192, n_kv_head=3

@@ -1,8 +1,11 @@
 """train.py's errors and their messages."""
 
 import dataclasses
+import errno
+import fcntl
 import os
-import subprocess
+import socket
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,21 +13,24 @@ import pytest
 from train_tools import command_line, run, steps_kept, train_py
 
 import gptjax
-from gptjax import data
+from gptjax import cli, data
 from gptjax.config import ConfigError
 from gptjax.data import DatasetError, write_shard
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.layers import KVCache
-from gptjax.training import compilation
+from gptjax.training import compilation, errors
 from gptjax.training.lock import LockedError, locked
 from gptjax.weights import CheckpointError
 
 
-def test_errors_are_a_sentence_and_a_non_zero_exit(config, tmp_path):
-    command = command_line(config, tmp_path, "--batch-tokens", "1000")
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert done.stderr.startswith("error: --batch-tokens 1000 is not a multiple of")
+def test_errors_are_a_sentence_and_a_non_zero_exit(config, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    command = command_line(config, tmp_path, "--batch-tokens", "1000")[2:]
+    with pytest.raises(SystemExit) as ended:
+        errors.run(lambda: run(cli.from_command_line(command)))
+    error = capsys.readouterr().err
+    assert ended.value.code == 1 and "Traceback" not in error
+    assert error.startswith("error: --batch-tokens 1000 is not a multiple of")
 
 
 @pytest.mark.parametrize(
@@ -85,9 +91,21 @@ def test_own_shards_of_another_tokenizer_train_without_texts(config, tmp_path, m
 
 
 def test_a_second_process_is_refused(config):
-    says = f"in use by another process .pid {os.getpid()}"
+    says = f"run is in use by another process .pid {os.getpid()} on {socket.gethostname()}"
     with locked(config.run_dir, pytest.fail), pytest.raises(LockedError, match=says):
         run(config)
+    with locked(config.run_dir, pytest.fail):  # released
+        pass
+
+
+def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    notes = []
+    with locked(tmp_path, notes.append):
+        assert "file system without locks" in notes[0]
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(config, monkeypatch):
