@@ -49,7 +49,9 @@ def group(scenario: str, file: Path, count: int) -> list[tuple[int, str]]:
     after the first."""
     coordinator = f"localhost:{free_port()}"
     flags = XLA_FLAGS + (" --xla_force_host_platform_device_count=2" if count == 1 else "")
-    environment = os.environ | {"XLA_FLAGS": flags}
+    # Most runs are one program.
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(file.parent / "cache")}
+    environment = os.environ | {"XLA_FLAGS": flags} | cache
     outputs = [file.with_name(f"{scenario} {count} {i}.txt") for i in range(count)]
     processes = []
     for i, output in enumerate(outputs):
