@@ -139,13 +139,15 @@ def _poison(shape: jax.ShapeDtypeStruct):
 def interpret_call(kernel, *args, out, grid, in_place=(), max_registers=None, **options):
     """`pallas_kernels._triton.call`, run by Triton's interpreter."""
     function = getattr(interpreted(kernel.fn.__module__), kernel.__name__)
-    arrays = [i for i, arg in enumerate(args) if isinstance(arg, jax.Array | np.ndarray)]
+    leaves, tree = jax.tree.flatten(args)  # an argument may be a tuple or None
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
     shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
 
     def run(*values):
-        tensors = list(args)
+        tensors = list(leaves)
         for i, value in zip(arrays, values, strict=True):
             tensors[i] = _to_torch(np.asarray(value))
+        tensors = jax.tree.unflatten(tree, tensors)
         made = [_poison(shape) for shape in out]
         with _interpreter():
             function[grid](*tensors, *made, **options)
@@ -153,7 +155,9 @@ def interpret_call(kernel, *args, out, grid, in_place=(), max_registers=None, **
         return tuple(_to_numpy(t, shape.dtype) for t, shape in zip(results, shapes, strict=True))
 
     return tuple(
-        jax.pure_callback(run, tuple(shapes), *[args[i] for i in arrays], vmap_method="sequential")
+        jax.pure_callback(
+            run, tuple(shapes), *[leaves[i] for i in arrays], vmap_method="sequential"
+        )
     )
 
 
@@ -355,15 +359,21 @@ def _compile(kernel, args, options, constexprs, capability) -> Compiled:
     signature, constants, attributes = {}, {}, {}
     names = [p.name for p in kernel.params if not p.is_constexpr]
     for name, arg in zip(names, args, strict=True):
-        if hasattr(arg, "dtype") and hasattr(arg, "shape"):
+        index = kernel.arg_names.index(name)
+        if isinstance(arg, tuple):
+            signature[name] = tuple(pointers[jnp.dtype(each.dtype).name] for each in arg)
+            attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(len(arg))}
+        elif arg is None:
+            signature[name], constants[name] = "constexpr", None
+        elif hasattr(arg, "dtype") and hasattr(arg, "shape"):
             signature[name] = pointers[jnp.dtype(arg.dtype).name]
-            attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = [["tt.divisibility", 16]]
         elif isinstance(arg, int) and arg == 1:
             signature[name], constants[name] = "constexpr", 1
         elif isinstance(arg, int):
             signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
             if arg % 16 == 0:
-                attributes[(kernel.arg_names.index(name),)] = [["tt.divisibility", 16]]
+                attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32"
     for parameter in kernel.params:
@@ -419,7 +429,7 @@ def h200() -> Iterator[None]:
 
     def call(kernel, *args, out, grid, in_place=(), **options):
         results = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
-        arrays = [arg for arg in args if hasattr(arg, "dtype")]
+        arrays = [arg for arg in jax.tree.leaves(args) if hasattr(arg, "dtype")]
         return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
 
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
