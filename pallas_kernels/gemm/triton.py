@@ -6,12 +6,10 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.transpose.triton import transpose
+from pallas_kernels.transpose.triton import transpose_copy
 
 # Not tuned.
 ROWS, COLS, WARPS = 64, 128, 8
-# Tile of `transposed`. Not tuned.
-TRANSPOSED_ROWS, TRANSPOSED_COLS, TRANSPOSED_WARPS = 128, 128, 8
 
 
 @triton.jit
@@ -91,21 +89,6 @@ def quantize(x, scale, *, dtype, rows, transposed):
 
 def transposed(q):
     """Return a transposed copy of an 8-bit matrix."""
-    r, c = q.shape
     # Bitcast to integers: the kernel moves bytes.
     q_1RC = jax.lax.bitcast_convert_type(q, jnp.uint8)[None]
-    (out_1CR,) = _triton.call(
-        transpose,
-        q_1RC,
-        q_1RC,
-        out=[jax.ShapeDtypeStruct((1, c, r), jnp.uint8)],
-        grid=(triton.cdiv(r, TRANSPOSED_ROWS) * triton.cdiv(c, TRANSPOSED_COLS),),
-        num_warps=TRANSPOSED_WARPS,
-        R=r,
-        C=c,
-        HAS_DST=False,
-        ROWS=TRANSPOSED_ROWS,
-        COLS=TRANSPOSED_COLS,
-        INDEX=tl.int64 if r * c > 2**31 - 1 else tl.int32,
-    )
-    return jax.lax.bitcast_convert_type(out_1CR[0], q.dtype)
+    return jax.lax.bitcast_convert_type(transpose_copy(q_1RC, dtype=jnp.uint8)[0], q.dtype)

@@ -58,8 +58,8 @@ def transpose_copy(
     _check("transpose_copy", src)
     if _dispatch.select("transpose_copy", implementation, arrays=src) != "triton":
         return jnp.swapaxes(src, -1, -2)
-    out_BCR = _calls.differentiable("transpose_copy", _copy, src.dtype, _flat(src))
-    return out_BCR.reshape(*src.shape[:-2], src.shape[-1], src.shape[-2])
+    out_BCR = _calls.differentiable("transpose_copy", _copy, _flat(src))
+    return out_BCR.reshape(_transposed(src.shape))
 
 
 def transpose_add(
@@ -81,7 +81,7 @@ def transpose_add(
         ValueError: wrong dtype, shapes that are not each other's transpose, or the named back end
             cannot run here.
     """
-    _check("transpose_add", dst, src)
+    _check("transpose_add", src, dst)
     if _dispatch.select("transpose_add", implementation, arrays=(src, dst)) != "triton":
         return reference(src, dst).astype(dst.dtype)
     args = (in_place, src.dtype, _flat(dst), _flat(src))
@@ -99,16 +99,13 @@ def transpose_sum_rows(
     The other arguments and the errors are as in `transpose_copy`.
     """
     _check("transpose_sum_rows", src)
-    backend = _dispatch.select("transpose_sum_rows", implementation, arrays=src)
-    src_BRC = _flat(src)
-    if backend == "triton":
-        from pallas_kernels.transpose import triton
+    if _dispatch.select("transpose_sum_rows", implementation, arrays=src) != "triton":
+        return jnp.swapaxes(src, -1, -2), src.astype(jnp.float32).sum(-2)
+    from pallas_kernels.transpose import triton
 
-        out_BCR, sums_BC = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows)(src_BRC)
-    else:
-        out_BCR, sums_BC = jnp.swapaxes(src_BRC, -1, -2), src_BRC.astype(jnp.float32).sum(1)
-    lead, (r, c) = src.shape[:-2], src.shape[-2:]
-    return out_BCR.reshape(*lead, c, r), sums_BC.reshape(*lead, c)
+    out_BCR, sums_BC = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows)(_flat(src))
+    shape = _transposed(src.shape)
+    return out_BCR.reshape(shape), sums_BC.reshape(shape[:-1])
 
 
 def reference(src, dst=None):
@@ -117,13 +114,16 @@ def reference(src, dst=None):
     return transposed if dst is None else dst.astype(jnp.float32) + transposed
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _copy(dtype, src_BRC):
-    """Return srcᵀ in `dtype`, by the Triton kernel."""
+def _launch_copy(dtype, src_BRC):
     from pallas_kernels.transpose import triton
 
     copy = functools.partial(triton.transpose_copy, dtype=dtype)
     return _calls.looped("transpose_copy", copy)(src_BRC)
+
+
+@jax.custom_vjp
+def _copy(src_BRC):
+    return _launch_copy(src_BRC.dtype, src_BRC)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -134,16 +134,10 @@ def _add(in_place, src_dtype, dst_BCR, src_BRC):
     return _calls.looped("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
 
 
-_copy.defvjp(
-    lambda dtype, src_BRC: (_copy(dtype, src_BRC), jnp.zeros((), src_BRC.dtype)),
-    lambda dtype, like, d_BCR: (_copy(like.dtype, d_BCR),),
-)
+_copy.defvjp(lambda src_BRC: (_copy(src_BRC), None), lambda _, d_BCR: (_copy(d_BCR),))
 _add.defvjp(
-    lambda in_place, src_dtype, dst_BCR, src_BRC: (
-        _add(in_place, src_dtype, dst_BCR, src_BRC),
-        None,
-    ),
-    lambda in_place, src_dtype, _, d_BCR: (d_BCR, _copy(src_dtype, d_BCR)),
+    lambda *args: (_add(*args), None),
+    lambda in_place, src_dtype, _, d_BCR: (d_BCR, _launch_copy(src_dtype, d_BCR)),
 )
 
 
@@ -151,17 +145,21 @@ def _flat(x):
     return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
-def _check(kernel, *arrays):
+def _transposed(shape):
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
+def _check(operation, *arrays):
     for x in arrays:
         if x.ndim < 2 or x.dtype not in _dispatch.DTYPES:
             raise ValueError(
-                f"{kernel}: expected matrices (…, rows, columns) in float32, bfloat16 or float16, "
-                f"got {x.shape} in {x.dtype}"
+                f"{operation}: expected matrices (…, rows, columns) in float32, bfloat16 or "
+                f"float16, got {x.shape} in {x.dtype}"
             )
-    if len({arrays[0].shape, *((*x.shape[:-2], x.shape[-1], x.shape[-2]) for x in arrays[1:])}) > 1:
+    src, *dst = [x.shape for x in arrays]
+    if dst not in ([], [_transposed(src)]):
         raise ValueError(
-            f"{kernel}: expected dst (…, C, R) and src (…, R, C), got {arrays[0].shape} and "
-            f"{arrays[1].shape}"
+            f"{operation}: expected dst (…, C, R) and src (…, R, C), got {dst[0]} and {src}"
         )
 
 
