@@ -34,9 +34,7 @@ def compare(implementation, case, dtype):
     b, t, h, g, d, e, how = case
     times = 2 if "pair_heads" in how else 1
     qkv, cos, sin = arrays(b, t, h, g, d, e, dtype, tables=b, times=times)
-    options = Options(
-        h, g, *({"pairs": "adjacent", "eps": None, "pair_heads": False} | how).values()
-    )
+    options = Options(h, g, **how)
 
     def ours(qkv):
         how_called = {"heads": h, "key_heads": g, "implementation": implementation}

@@ -74,9 +74,9 @@ class Options:
 
     heads: int
     key_heads: int
-    pairs: str
-    eps: float | None
-    pair_heads: bool
+    pairs: str = "adjacent"
+    eps: float | None = None
+    pair_heads: bool = False
 
     @property
     def packed_heads(self) -> int:
@@ -124,39 +124,27 @@ def rotary_qkv(
 
 def reference(qkv_BTO, cos_BTE, sin_BTE, options: Options):
     """Compute the definition in fp32. Return fp32."""
-    cos_BTE, sin_BTE = jax.lax.stop_gradient((cos_BTE, sin_BTE))
-    b, t, o = qkv_BTO.shape
-    heads = qkv_BTO.reshape(b, t, options.packed_heads, o // options.packed_heads)
-    parts = [options.heads, options.heads + options.key_heads]
-    q, k, v = jnp.split(heads.astype(jnp.float32), parts, axis=2)
-    if options.eps is not None:
-        q, k = (x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + options.eps) for x in (q, k))
-    rotate = functools.partial(_rotated, cos_BTE=cos_BTE, sin_BTE=sin_BTE, options=options)
-    q, k = rotate(q), rotate(k)
-    if options.pair_heads:
-        q, k, v = (x.reshape(b, 2 * t, x.shape[2] // 2, x.shape[3]) for x in (q, k, v))
-    return q, k, v
+    e, split, adjacent = cos_BTE.shape[-1], 1 + options.pair_heads, options.pairs == "adjacent"
+    axis, pairs = (-1, (e, 2)) if adjacent else (-2, (2, e))
+    (n, t, o), h, g = qkv_BTO.shape, options.heads, options.key_heads
+    d = o // options.packed_heads
+    # Even heads have the angles of time 2t with `pair_heads`, and odd heads those of 2t + 1.
+    angles = (cos_BTE.shape[0], t, 1, split, e)
+    cos, sin = (jax.lax.stop_gradient(x).reshape(angles) for x in (cos_BTE, sin_BTE))
 
+    def rotated(x):
+        if options.eps is not None:
+            x = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + options.eps)
+        x = x.reshape(n, t, x.shape[2] // split, split, d)
+        a, b = jnp.unstack(x[..., : 2 * e].reshape(*x.shape[:-1], *pairs), axis=axis)
+        turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis)
+        return jnp.concatenate([turned.reshape(*x.shape[:-1], 2 * e), x[..., 2 * e :]], axis=-1)
 
-def _rotated(x_BTHD, *, cos_BTE, sin_BTE, options: Options):
-    *bth, d = x_BTHD.shape
-    e = cos_BTE.shape[-1]
-    adjacent = options.pairs == "adjacent"
-    a, b = jnp.unstack(
-        x_BTHD[..., : 2 * e].reshape(*bth, *((e, 2) if adjacent else (2, e))),
-        axis=-1 if adjacent else -2,
+    heads = qkv_BTO.reshape(n, t, h + 2 * g, d).astype(jnp.float32)
+    q, k, v = rotated(heads[:, :, :h]), rotated(heads[:, :, h : h + g]), heads[:, :, h + g :]
+    return tuple(
+        x.reshape(n, split * t, count // split, d) for x, count in ((q, h), (k, g), (v, g))
     )
-    cos, sin = (_of_heads(angle, bth[2], options.pair_heads) for angle in (cos_BTE, sin_BTE))
-    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], -1 if adjacent else -2)
-    return jnp.concatenate([turned.reshape(*bth, 2 * e), x_BTHD[..., 2 * e :]], axis=-1)
-
-
-def _of_heads(angle_BTE, heads: int, pair_heads: bool):
-    """Return the angles of each head, (B, T, 1 or H, E). Even heads of a pair have those of 2t."""
-    if not pair_heads:
-        return angle_BTE[:, :, None]
-    b, times, e = angle_BTE.shape
-    return jnp.tile(angle_BTE.reshape(b, times // 2, 2, e), (1, 1, heads // 2, 1))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -176,9 +164,8 @@ def _backward(options: Options, saved, gradients):
     from pallas_kernels.rotary import triton
 
     qkv_BTO, cos_BTE, sin_BTE = saved
-    arrays = (*gradients, cos_BTE, sin_BTE, *(() if qkv_BTO is None else (qkv_BTO,)))
     launch = functools.partial(triton.backward, options=options)
-    (dqkv_BTO,) = _calls.looped("rotary_qkv", launch)(*arrays)
+    (dqkv_BTO,) = _calls.looped("rotary_qkv", launch)(*gradients, cos_BTE, sin_BTE, qkv_BTO)
     return dqkv_BTO, jnp.zeros_like(cos_BTE), jnp.zeros_like(sin_BTE)
 
 
@@ -187,67 +174,56 @@ _triton.defvjp(_forward, _backward)
 
 def _check(qkv, cos, sin, options: Options) -> int:
     """Check shapes and dtypes; return D."""
-    if not qkv.ndim == cos.ndim == sin.ndim == 3:
-        raise ValueError(
-            "rotary_qkv: expected qkv (B, T, O), cos and sin (B or 1, T, E), got "
-            f"{qkv.shape}, {cos.shape}, {sin.shape}"
-        )
-    d, rest = divmod(qkv.shape[-1], max(options.packed_heads, 1))
-    h, g = options.heads, options.key_heads
-    shape = (qkv.shape[1] * (2 if options.pair_heads else 1), cos.shape[-1])
+    packed, split = options.packed_heads, 1 + options.pair_heads
     if (
-        min(h, g) < 1
-        or rest
+        not qkv.ndim == cos.ndim == sin.ndim == 3
+        or min(options.heads, options.key_heads) < 1
+        or options.heads % split
+        or options.key_heads % split
+        or qkv.shape[2] % packed
+        or not 1 <= cos.shape[2] <= qkv.shape[2] // packed // 2
         or cos.shape != sin.shape
-        or not 1 <= cos.shape[-1] <= d // 2
-        or cos.shape not in ((1, *shape), (qkv.shape[0], *shape))
+        or cos.shape[0] not in (1, qkv.shape[0])
+        or cos.shape[1] != qkv.shape[1] * split
     ):
         raise ValueError(
-            f"rotary_qkv: expected qkv (B, T, O) with O a multiple of H + 2·G = "
-            f"{options.packed_heads} heads, cos and sin (B or 1, T, E) with E at most D/2 "
-            f"and T of the results, got {qkv.shape}, {cos.shape}, {sin.shape}"
+            f"rotary_qkv: expected qkv (B, T, O) with O a multiple of H + 2·G = {packed} heads, "
+            "even numbers of heads with pair_heads; with E at most D/2 and T of the results, cos "
+            f"and sin (B or 1, T, E), got {qkv.shape}, {cos.shape}, {sin.shape}"
         )
     if qkv.dtype not in _dispatch.DTYPES or {cos.dtype, sin.dtype} != {jnp.dtype(jnp.float32)}:
         raise ValueError(
             "rotary_qkv: expected qkv in float32, bfloat16 or float16, cos and sin in float32, got "
             f"{qkv.dtype}, {cos.dtype}, {sin.dtype}"
         )
-    if options.pairs not in ("adjacent", "halves"):
-        raise ValueError(f"rotary_qkv: expected pairs adjacent or halves, got {options.pairs!r}")
-    if options.pair_heads and (h % 2 or g % 2):
-        raise ValueError(f"rotary_qkv: pair_heads needs even numbers of heads, got {h} and {g}")
-    if options.eps is not None and not options.eps > 0:
-        raise ValueError(f"rotary_qkv: expected eps > 0 or None, got {options.eps}")
-    return d
+    known = options.pairs in ("adjacent", "halves")
+    if not known or (options.eps is not None and not options.eps > 0):
+        raise ValueError(
+            "rotary_qkv: expected pairs 'adjacent' or 'halves' and eps > 0 or None, got "
+            f"{options.pairs!r} and {options.eps}"
+        )
+    return qkv.shape[2] // packed
 
 
 # ----------------------------------------------------------------------------------------- examples
 
 
-def _example(rows: int, dtype, heads: int, key_heads: int, d: int, e: int, **how):
+def _example(rows: int, dtype, d: int, e: int, options: Options):
     length = 512 if rows % 512 == 0 else rows
-    packed = (rows // length, length, (heads + 2 * key_heads) * d)
-    angles = (1, length * (2 if how.get("pair_heads") else 1), e)
-    shapes = (packed, angles, angles)
-    dtypes = (dtype, jnp.float32, jnp.float32)
-    arrays = tuple(jax.ShapeDtypeStruct(*pair) for pair in zip(shapes, dtypes, strict=True))
-    options = Options(
-        heads, key_heads, how.get("pairs", "adjacent"), how.get("eps"), how.get("pair_heads", False)
-    )
-
-    def call(qkv, cos, sin, **implementation):
-        return rotary_qkv(qkv, cos, sin, heads=heads, key_heads=key_heads, **how, **implementation)
-
+    packed = (rows // length, length, options.packed_heads * d)
+    angle = jax.ShapeDtypeStruct((1, length * (1 + options.pair_heads), e), jnp.float32)
+    arrays = (jax.ShapeDtypeStruct(packed, dtype), angle, angle)
+    call = functools.partial(rotary_qkv, **vars(options))
     return _dispatch.Example(call, functools.partial(reference, options=options), arrays)
 
 
 @_dispatch.example("rotary_qkv")
 def _speedrun_example(rows, dtype):
     """The speedrun's paired heads: half of the channels rotate, with a norm."""
-    return _example(rows, dtype, 6, 6, 128, 32, eps=1e-6, pair_heads=True)
+    return _example(rows, dtype, 128, 32, Options(6, 6, eps=1e-6, pair_heads=True))
 
 
 @_dispatch.example("rotary_qkv")
 def _llama_example(rows, dtype):
     """Grouped queries of Llama 3.2 1B."""
-    return _example(rows, dtype, 32, 8, 64, 32, pairs="halves")
+    return _example(rows, dtype, 64, 32, Options(32, 8, pairs="halves"))
