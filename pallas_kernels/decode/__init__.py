@@ -211,7 +211,6 @@ def decode_step(
 
         launch = functools.partial(
             triton.decode_step,
-            heads=heads,
             eps=eps,
             out_dtype=residual_dtype,
             programs=programs(),

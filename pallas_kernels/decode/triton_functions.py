@@ -66,16 +66,10 @@ def _polling(pointers: int) -> str:
     return "\n".join([*lines, "@%again bra SPIN;", "}"])
 
 
-def _constraints(pointers: int) -> str:
-    return ",".join(["=&r"] * 4 * pointers + ["l"] * pointers)
-
-
-POLL_1, POLL_1_OPERANDS = tl.constexpr(_polling(1)), tl.constexpr(_constraints(1))
-POLL_2, POLL_2_OPERANDS = tl.constexpr(_polling(2)), tl.constexpr(_constraints(2))
-POLL_3, POLL_3_OPERANDS = tl.constexpr(_polling(3)), tl.constexpr(_constraints(3))
-POLL_4, POLL_4_OPERANDS = tl.constexpr(_polling(4)), tl.constexpr(_constraints(4))
-INT_4 = tl.constexpr((tl.int32,) * 4)
-INT_12 = tl.constexpr((tl.int32,) * 12)
+# PTX, operands and results by the number of pointers, less 1.
+POLL = tl.constexpr(tuple(_polling(pointers + 1) for pointers in range(4)))
+OPERANDS = tl.constexpr(tuple(",".join(["=&r"] * 4 * n + ["l"] * n) for n in range(1, 5)))
+RESULTS = tl.constexpr(tuple((tl.int32,) * 4 * n for n in range(1, 5)))
 
 
 @triton.jit
@@ -117,111 +111,85 @@ def address(ptr, mask):
     return tl.where(mask, ptr.to(tl.int64), 0)
 
 
-@triton.jit
-def load_words(ptr, mask):
-    """Load 4 neighbouring values from each pointer: 4 tensors of the pointers' shape.
-
-    Functions of this module represent a long vector in this form, called words: the tensors of
-    values 0, 1, 2 and 3 of each chunk of 4 values.
-    """
-    words = ()
-    for word in tl.static_range(4):
-        words = words + (tl.load(ptr + word, mask=mask, other=0),)
-    return words
+# Functions of this module represent a long vector as words: the tensors of values 0, 1, 2 and 3 of
+# each chunk of 4 values.
 
 
 @triton.jit
 def load_vector(ptr, K: tl.constexpr, KP: tl.constexpr):
-    """Return K parameters as four fp32 arrays (KP / 4,), with zeros out of bounds."""
+    """Return K parameters as fp32 words (KP / 4,), with zeros out of bounds."""
     chunk = tl.arange(0, KP // 4)
-    return to_float(load_words(ptr + 4 * chunk, chunk < K // 4))
+    words = ()
+    for word in tl.static_range(4):
+        x = tl.load(ptr + 4 * chunk + word, mask=chunk < K // 4, other=0)
+        words = words + (x.to(tl.float32),)
+    return words
 
 
 @triton.jit
-def to_float(words):
-    return tuple4(words[0], words[1], words[2], words[3], tl.float32, False)
-
-
-@triton.jit
-def tuple4(a, b, c, d, DTYPE: tl.constexpr, BITS: tl.constexpr):
+def cast(words, DTYPE: tl.constexpr, BITS: tl.constexpr):
     """Convert words to another dtype; bitcast if BITS."""
-    return (
-        a.to(DTYPE, bitcast=BITS),
-        b.to(DTYPE, bitcast=BITS),
-        c.to(DTYPE, bitcast=BITS),
-        d.to(DTYPE, bitcast=BITS),
-    )
+    new = ()
+    for word in tl.static_range(len(words)):
+        new = new + (words[word].to(DTYPE, bitcast=BITS),)
+    return new
 
 
 @triton.jit
-def join(a, b, c, d):
-    """Return words (N,) as one vector (4·N,): a[0], b[0], c[0], d[0], a[1], …"""
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (4 * a.shape[0],))
+def join(words):
+    """Return words (N,) as one vector (4·N,): words[0][0], words[1][0], words[2][0], …"""
+    even, odd = tl.join(words[0], words[2]), tl.join(words[1], words[3])
+    return tl.reshape(tl.join(even, odd), (4 * words[0].shape[0],))
+
+
+@triton.jit
+def poll(ptrs, inside, PACK: tl.constexpr, PROGRAMS: tl.constexpr):
+    """Wait for the 4 values from each element of the pointers, a tuple of tensors. Return value 0
+    of each pointer, value 1 of each pointer, …, in fp32. A thread polls PACK elements at once."""
+    P: tl.constexpr = len(ptrs)
+    words = ()
+    if PROGRAMS == 1:
+        for i in tl.static_range(4 * P):
+            words = words + (tl.load(ptrs[i % P] + i // P, mask=inside, other=0),)
+    else:
+        addresses = ()
+        for i in tl.static_range(P):
+            addresses = addresses + (address(ptrs[i], inside),)
+        words = (tl.zeros(inside.shape, tl.int32),) * (4 * P)
+        again = opaque(1, PROGRAMS)
+        while again > 0:
+            words = tl.inline_asm_elementwise(
+                POLL[P * PACK - 1],
+                OPERANDS[P * PACK - 1],
+                addresses,
+                dtype=RESULTS[P - 1],
+                is_pure=False,
+                pack=PACK,
+            )
+            again -= 1
+    return cast(words, tl.float32, True)
 
 
 @triton.jit
 def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
     """Wait for K values. Return the values as words (KP / 4,), with zeros out of bounds."""
     chunk = tl.arange(0, KP // 4)
-    chunk_ptr, inside = ptr + 4 * chunk, chunk < K // 4
-    if PROGRAMS == 1:
-        a, b, c, d = load_words(chunk_ptr, inside)
-    else:
-        ptr_64 = address(chunk_ptr, inside)
-        a = tl.zeros((KP // 4,), tl.int32)
-        b, c, d = a, a, a
-        again = opaque(1, PROGRAMS)
-        while again > 0:
-            if KP // 4 >= 4 * THREADS:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    POLL_4, POLL_4_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=4
-                )
-            elif KP // 4 == 2 * THREADS:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    POLL_2, POLL_2_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=2
-                )
-            else:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    POLL_1, POLL_1_OPERANDS, [ptr_64], dtype=INT_4, is_pure=False, pack=1
-                )
-            again -= 1
-    return tuple4(a, b, c, d, tl.float32, True)
+    PACK: tl.constexpr = min(4, max(1, KP // 4 // THREADS))
+    return poll((ptr + 4 * chunk,), chunk < K // 4, PACK, PROGRAMS)
 
 
 @triton.jit
-def receive_qkv(ptr, C: tl.constexpr, D: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Wait for q, k and v of the head that starts at `ptr`. Return (q, k, v), each (D,)."""
-    q_ptr = ptr + 4 * tl.arange(0, D // 4)
-    inside = tl.arange(0, D // 4) < D
-    if PROGRAMS == 1:
-        qa, qb, qc, qd = load_words(q_ptr, inside)
-        ka, kb, kc, kd = load_words(q_ptr + C, inside)
-        va, vb, vc, vd = load_words(q_ptr + 2 * C, inside)
-    else:
-        absent = tl.zeros((D // 4,), tl.int32)
-        qa, ka, va, qb, kb, vb = absent, absent, absent, absent, absent, absent
-        qc, kc, vc, qd, kd, vd = absent, absent, absent, absent, absent, absent
-        again = opaque(1, PROGRAMS)
-        while again > 0:
-            qa, ka, va, qb, kb, vb, qc, kc, vc, qd, kd, vd = tl.inline_asm_elementwise(
-                POLL_3,
-                POLL_3_OPERANDS,
-                [
-                    address(q_ptr, inside),
-                    address(q_ptr + C, inside),
-                    address(q_ptr + 2 * C, inside),
-                ],
-                dtype=INT_12,
-                is_pure=False,
-                pack=1,
-            )
-            again -= 1
-    q_D, k_D, v_D = join(qa, qb, qc, qd), join(ka, kb, kc, kd), join(va, vb, vc, vd)
-    return (
-        q_D.to(tl.float32, bitcast=True),
-        k_D.to(tl.float32, bitcast=True),
-        v_D.to(tl.float32, bitcast=True),
-    )
+def embedding(
+    token_ptr, position, wte_ptr, wpe_ptr, channel_C, inside_C, V: tl.constexpr, C: tl.constexpr
+):
+    """Return channels of a token's embedding, in fp32. An id out of bounds results in NaN."""
+    token = tl.load(token_ptr).to(tl.int64)
+    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
+    token_C = token + 0 * channel_C
+    known_C = inside_C & (token_C >= 0) & (token_C < V)
+    x_C = tl.load(wte_ptr + token * C + channel_C, mask=known_C, other=float("nan")).to(tl.float32)
+    x_C += tl.load(wpe_ptr + position * C + channel_C, mask=inside_C, other=0.0).to(tl.float32)
+    return x_C
 
 
 # ------------------------------------------------------------------------------------------- tiles
@@ -314,21 +282,16 @@ def layer_norm(x, scale, bias, EPS: tl.constexpr, K: tl.constexpr):
     inside = tl.arange(0, x[0].shape[0]) < K // 4
     squares = x[0] * x[0] + x[1] * x[1] + x[2] * x[2] + x[3] * x[3]
     mean, rstd = mean_and_rstd(x[0] + x[1] + x[2] + x[3], squares, EPS, K)
-    a, b = tl.where(inside, x[0] - mean, 0.0), tl.where(inside, x[1] - mean, 0.0)
-    c, d = tl.where(inside, x[2] - mean, 0.0), tl.where(inside, x[3] - mean, 0.0)
-    return (
-        a * rstd * scale[0] + bias[0],
-        b * rstd * scale[1] + bias[1],
-        c * rstd * scale[2] + bias[2],
-        d * rstd * scale[3] + bias[3],
-    )
+    y = ()
+    for i in tl.static_range(4):
+        y = y + (tl.where(inside, x[i] - mean, 0.0) * rstd * scale[i] + bias[i],)
+    return y
 
 
 @triton.jit
 def rounded(words, CK: tl.constexpr, DTYPE: tl.constexpr):
     """Convert words to a tensor (T, 1, CK) in DTYPE, which broadcasts over tiles of weights."""
-    a, b, c, d = tuple4(words[0], words[1], words[2], words[3], DTYPE, False)
-    return tl.reshape(join(a, b, c, d), (4 * a.shape[0] // CK, 1, CK))
+    return tl.reshape(join(cast(words, DTYPE, False)), (4 * words[0].shape[0] // CK, 1, CK))
 
 
 @triton.jit
@@ -398,7 +361,10 @@ def attend(
     key_S, channel_D = tl.arange(0, S), tl.arange(0, D)
     # The first tile is loaded before q arrives: earlier launches stored the keys before `position`.
     k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
-    q_D, new_k_D, new_v_D = receive_qkv(qkv_ptr + head * D, C, D, PROGRAMS)
+    q_ptr = qkv_ptr + head * D + 4 * tl.arange(0, D // 4)
+    inside = tl.arange(0, D // 4) < D
+    words = poll((q_ptr, q_ptr + C, q_ptr + 2 * C), inside, 1, PROGRAMS)
+    q_D, new_k_D, new_v_D = join(words[0::3]), join(words[1::3]), join(words[2::3])
     q_D *= LOG2E / D**0.5
     # A softmax over the new key alone: its score is the highest, and its weight is 1.
     softmax = tl.sum(q_D * new_k_D, 0), tl.full((), 1.0, tl.float32), new_v_D

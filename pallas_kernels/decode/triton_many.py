@@ -23,46 +23,29 @@ from pallas_kernels.decode.triton_functions import (
     LOG2E,
     LOWEST,
     address,
+    embedding,
     gelu,
     load_keys,
     mean_and_rstd,
     online_softmax,
+    prefetch,
 )
-
-
-@triton.jit
-def request(ptr, LINES: tl.constexpr, STOP: tl.constexpr):
-    """Prefetch LINES cache lines of 128 bytes of the first STOP elements to the L2 cache.
-
-    Each program prefetches different lines, and does not wait.
-    """
-    if LINES > 0:
-        LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
-        line = (tl.program_id(0) * LINES + tl.arange(0, LINES)) * LINE
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [ptr + tl.minimum(line, STOP - 1)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
 
 
 @triton.jit
 def request_keys(
     k_ptr, v_ptr, layer, position, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
-    FIRST: tl.constexpr, STOP: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Prefetch keys and values FIRST…STOP − 1 of this program's sequence to the L2 cache.
+    """Prefetch the first KEYS keys and values of this program's sequence to the L2 cache.
 
     Each of Hopper's bulk prefetches covers a key of all heads. The program does not wait.
     """
-    if STOP > FIRST:
+    if KEYS > 0:
         BYTES: tl.constexpr = C * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-        key_S = FIRST + tl.arange(0, triton.next_power_of_2(STOP - FIRST))
+        key_S = tl.arange(0, triton.next_power_of_2(KEYS))
         offset_S = ((tl.full((), layer, tl.int64) * B + tl.program_id(0)) * S + key_S) * C
-        wanted_S = key_S < tl.minimum(position, STOP)
+        wanted_S = key_S < tl.minimum(position, KEYS)
         for ptr in tl.static_range(2):
             tl.inline_asm_elementwise(
                 """{
@@ -81,14 +64,7 @@ def request_keys(
 
 @triton.jit
 def norm_row(
-    x_C,
-    scale_C,
-    bias_C,
-    x_ptr,
-    y_ptr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    EPS: tl.constexpr,
+    x_C, scale_C, bias_C, x_ptr, y_ptr, C: tl.constexpr, CP: tl.constexpr, EPS: tl.constexpr
 ):
     """Store a row of the residual stream and its LayerNorm."""
     channel_C = tl.arange(0, CP)
@@ -108,73 +84,39 @@ def norm_row(
 
 @triton.jit
 def decode_embed_kernel(
-    token_ptr,
-    length_ptr,
-    wte_ptr,
-    wpe_ptr,
-    scale_ptr,
-    bias_ptr,
-    k_ptr,
-    v_ptr,
-    x_ptr,
-    y_ptr,
-    V: tl.constexpr,
-    B: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    EPS: tl.constexpr,
-    KEYS_AHEAD: tl.constexpr,
-):
+    token_ptr, length_ptr, wte_ptr, wpe_ptr, scale_ptr, bias_ptr, k_ptr, v_ptr, x_ptr, y_ptr,
+    V: tl.constexpr, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    EPS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Embedding of a row's token, and LayerNorm. Grid (B,)."""
     channel_C = tl.arange(0, CP)
-    token = tl.load(token_ptr + tl.program_id(0)).to(tl.int64)
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
     inside_C = channel_C < C
-    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
-    token_C = token + 0 * channel_C
-    known_C = inside_C & (token_C >= 0) & (token_C < V)
-    x_C = tl.load(wte_ptr + token * C + channel_C, mask=known_C, other=float("nan")).to(tl.float32)
-    x_C += tl.load(wpe_ptr + position * C + channel_C, mask=inside_C, other=0.0).to(tl.float32)
+    x_C = embedding(
+        token_ptr + tl.program_id(0), position, wte_ptr, wpe_ptr, channel_C, inside_C, V, C
+    )  # fmt: skip
     scale_C = tl.load(scale_ptr + channel_C, mask=inside_C, other=0.0)
     bias_C = tl.load(bias_ptr + channel_C, mask=inside_C, other=0.0)
-    request_keys(k_ptr, v_ptr, 0, position, B, S, C, 0, KEYS_AHEAD)
+    request_keys(k_ptr, v_ptr, 0, position, B, S, C, KEYS)
     norm_row(x_C, scale_C, bias_C, x_ptr, y_ptr, C, CP, EPS)
 
 
 @triton.jit
 def decode_norm_kernel(
-    old_x_ptr,
-    part_ptr,
-    part_bias_ptr,
-    scale_ptr,
-    bias_ptr,
-    ahead_ptr,
-    length_ptr,
-    k_ptr,
-    v_ptr,
-    layer,
-    norm_layer,
-    key_layer,
-    x_ptr,
-    y_ptr,
-    B: tl.constexpr,
-    S: tl.constexpr,
-    C: tl.constexpr,
-    CP: tl.constexpr,
-    P: tl.constexpr,
-    EPS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    AHEAD_LINES: tl.constexpr,
-    KEYS_FROM: tl.constexpr,
-    KEYS_AHEAD: tl.constexpr,
-):
+    old_x_ptr, part_ptr, part_bias_ptr, scale_ptr, bias_ptr, next_ptr, length_ptr, k_ptr, v_ptr,
+    layer, norm_layer, x_ptr, y_ptr, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, P: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
+    KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
     """Residual sum with the parts (P, B, C) of a matmul, and LayerNorm. Grid (B,).
+
+    Prefetch the first KEYS keys of the next block, and, by each program, AHEAD elements of the next
+    matmul's weights.
 
     Args:
         layer: index of the block of the matmul and of the matmul's bias.
-        norm_layer: index of the block of LayerNorm's parameters, and of the weights to prefetch.
-        key_layer: index of the block of the keys KEYS_FROM…KEYS_AHEAD − 1 to prefetch.
+        norm_layer: index of the block of LayerNorm's parameters, and of the next matmul's weights,
+            of STRIDE elements.
     """
     channel_C = tl.arange(0, CP)
     inside_C = channel_C < C
@@ -188,8 +130,9 @@ def decode_norm_kernel(
     bias_C = tl.load(bias_ptr + norm_layer * C + channel_C, mask=inside_C, other=0.0)
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
     # Prefetch after the loads: loads issued later would wait for the prefetches.
-    request(ahead_ptr + tl.full((), norm_layer, tl.int64) * STRIDE, AHEAD_LINES, STRIDE)
-    request_keys(k_ptr, v_ptr, key_layer, position, B, S, C, KEYS_FROM, KEYS_AHEAD)
+    next_ptr += tl.full((), norm_layer, tl.int64) * STRIDE
+    prefetch(next_ptr, tl.program_id(0) * AHEAD, STRIDE, AHEAD, PROGRAMS)
+    request_keys(k_ptr, v_ptr, layer + 1, position, B, S, C, KEYS)
     matmul_C = parts[0]
     for i in tl.static_range(1, P):
         matmul_C += parts[i]
@@ -200,22 +143,10 @@ def decode_norm_kernel(
 
 @triton.jit
 def decode_matmul_kernel(
-    x_ptr,
-    w_ptr,
-    bias_ptr,
-    layer,
-    y_ptr,
-    B: tl.constexpr,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    P: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    STAGES: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
+    x_ptr, w_ptr, bias_ptr, layer, y_ptr, B: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     GELU: tl.constexpr,
-):
+):  # fmt: skip
     """Compute columns of x Wᵀ + b over one part of K. Grid (N / BN, P); y is (P, B, N)."""
     KP: tl.constexpr = K // P
     part = tl.program_id(1)
@@ -233,7 +164,7 @@ def decode_matmul_kernel(
         else:
             w_NK = tl.load(w_ptr + k, mask=inside_N[:, None], other=0.0)
         y_MN = tl.dot(x_MK, tl.trans(w_NK), y_MN, input_precision="ieee")
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias_N = tl.load(bias_ptr + layer * N + column_N, mask=inside_N, other=0.0)
         y_MN += bias_N.to(tl.float32)[None, :]
     if GELU:
@@ -244,19 +175,9 @@ def decode_matmul_kernel(
 
 @triton.jit
 def decode_attention_kernel(
-    qkv_ptr,
-    length_ptr,
-    k_ptr,
-    v_ptr,
-    layer,
-    y_ptr,
-    B: tl.constexpr,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    S: tl.constexpr,
-    KEYS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    qkv_ptr, length_ptr, k_ptr, v_ptr, layer, y_ptr, B: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
     """Compute attention of one head of one sequence, and store the new k and v in the cache.
 
     Grid (H, B).
@@ -277,8 +198,8 @@ def decode_attention_kernel(
     max_S = tl.full((KEYS,), LOWEST, tl.float32)
     sum_S = tl.zeros((KEYS,), tl.float32)
     y_SD = tl.zeros((KEYS, D), tl.float32)
-    # Triton's pipeline copies tiles to shared memory, STAGES − 1 tiles ahead.
-    for start in tl.range(0, position, KEYS, num_stages=STAGES):
+    # Triton's pipeline copies tiles to shared memory, 3 tiles ahead.
+    for start in tl.range(0, position, KEYS, num_stages=4):
         k_SD = load_keys(k_ptr, start + key_S, position, C, D)
         v_SD = load_keys(v_ptr, start + key_S, position, C, D)
         score_S = tl.sum(k_SD.to(tl.float32) * q_1D, 1)

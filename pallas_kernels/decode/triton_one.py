@@ -23,6 +23,7 @@ from pallas_kernels.decode.triton_functions import (
     ABSENT,
     MOST_PROGRAMS,
     attend,
+    embedding,
     gelu,
     layer_norm,
     load_biases,
@@ -54,15 +55,10 @@ def embed(
     STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     """Send this program's strip of the token's embedding. An id out of bounds results in NaN."""
-    token = tl.load(token_ptr).to(tl.int64)
     first = tl.program_id(0) * STRIP
     column_N = first + tl.arange(0, triton.next_power_of_2(STRIP))
     inside_N = column_N < tl.minimum(first + STRIP, C)
-    # A tensor: the interpreter has no conjunction of a tensor and a scalar.
-    token_N = token + 0 * column_N
-    known_N = inside_N & (token_N >= 0) & (token_N < V)
-    x_N = tl.load(wte_ptr + token * C + column_N, mask=known_N, other=float("nan")).to(tl.float32)
-    x_N += tl.load(wpe_ptr + position * C + column_N, mask=inside_N, other=0.0).to(tl.float32)
+    x_N = embedding(token_ptr, position, wte_ptr, wpe_ptr, column_N, inside_N, V, C)
     send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
 
 
@@ -83,50 +79,97 @@ def store_likeliest(
 
 
 @triton.jit
-def decode_one_kernel(
-    token_ptr,
-    length_ptr,
-    wte_ptr,
-    wpe_ptr,
-    ln_1_scale_ptr,
-    ln_1_bias_ptr,
-    qkv_ptr,
-    qkv_bias_ptr,
-    proj_ptr,
-    proj_bias_ptr,
-    ln_2_scale_ptr,
-    ln_2_bias_ptr,
-    fc_ptr,
-    fc_bias_ptr,
-    out_ptr,
-    out_bias_ptr,
-    ln_f_scale_ptr,
-    ln_f_bias_ptr,
-    head_ptr,
-    k_ptr,
-    v_ptr,
-    exchange_ptr,
-    result_ptr,
-    L: tl.constexpr,
-    C: tl.constexpr,
-    H: tl.constexpr,
-    V: tl.constexpr,
-    S: tl.constexpr,
-    EPS: tl.constexpr,
+def norm_and_matmul(
+    x_ptr, scale_ptr, bias_ptr, w_ptr, w_bias_ptr, sent_ptr, pid, layer, following, ahead,
+    C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr, TILES: tl.constexpr,
+    R: tl.constexpr, CK: tl.constexpr, EPS: tl.constexpr, GELU: tl.constexpr, DTYPE: tl.constexpr,
     PROGRAMS: tl.constexpr,
-    FP32_RESIDUAL: tl.constexpr,
-    HALF: tl.constexpr,
-    R: tl.constexpr,
-    R_OUT: tl.constexpr,
-    R_HEAD: tl.constexpr,
-    TILES: tl.constexpr,
-    CK: tl.constexpr,
-    CK_F: tl.constexpr,
-    KEYS: tl.constexpr,
-    LIKELIEST: tl.constexpr,
-):
-    # Not split into functions: each phase needs most of the pointers.
-    D: tl.constexpr = C // H
+):  # fmt: skip
+    """Send this program's strip of W·LayerNorm(x) + b, or the strip's GELU.
+
+    Args:
+        following: whether the block `layer` has a successor, whose weights are prefetched.
+        ahead: arguments of `prefetch_ahead`, or None.
+    """
+    scale = load_vector(scale_ptr + layer * C, C, CP)
+    bias = load_vector(bias_ptr + layer * C, C, CP)
+    stop = tl.minimum(pid * STRIP + STRIP, N)
+    for t in tl.static_range(0, (STRIP + R - 1) // R, TILES):
+        first = pid * STRIP + t * R
+        w = load_tiles(w_ptr + layer * N * C, first, stop, TILES, R, C, CK)
+        b = load_biases(w_bias_ptr + layer * N, first, stop, TILES, R)
+        if t == 0:
+            if following:
+                prefetch_strip(w_ptr + (layer + 1) * N * C, pid, N, C, STRIP, PROGRAMS)
+            if ahead is not None:
+                prefetch_ahead(pid, layer, following, *ahead, C, PROGRAMS)
+            x = receive(x_ptr, C, CP, PROGRAMS)
+            y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
+        for i in tl.static_range(TILES):
+            column_N = first + i * R + tl.arange(0, R)
+            result_N = matvec(w[i], y_T1K) + b[i]
+            if GELU:
+                result_N = gelu(result_N)
+            send(sent_ptr + column_N, result_N.to(DTYPE), column_N < stop, PROGRAMS)
+
+
+@triton.jit
+def prefetch_ahead(
+    pid, layer, following, position, k_ptr, v_ptr, head_ptr, S: tl.constexpr, V: tl.constexpr,
+    HEAD_AHEAD: tl.constexpr, C: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Prefetch this program's share of the next block's keys and values, or the first rows of the
+    program's strip of the head."""
+    if following:
+        SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
+        cached = (layer + 1) * S * C
+        share = tl.cdiv(position * C, PROGRAMS)
+        end = tl.minimum((pid + 1) * share, position * C)
+        prefetch(k_ptr + cached, pid * share, end, SHARE, PROGRAMS)
+        prefetch(v_ptr + cached, pid * share, end, SHARE, PROGRAMS)
+    else:
+        start = pid * ((V + PROGRAMS - 1) // PROGRAMS) * C
+        end = tl.minimum(start + HEAD_AHEAD * C, V * C)
+        prefetch(head_ptr, start, end, HEAD_AHEAD * C, PROGRAMS)
+
+
+@triton.jit
+def matmul_and_add(
+    y_ptr, w_ptr, bias_ptr, x_ptr, sum_ptr, pid, layer, following, C: tl.constexpr,
+    K: tl.constexpr, KP: tl.constexpr, STRIP: tl.constexpr, R: tl.constexpr, CK: tl.constexpr,
+    DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Send this program's strip of the residual sum x + W·y + b."""
+    stop = tl.minimum(pid * STRIP + STRIP, C)
+    for t in tl.static_range((STRIP + R - 1) // R):
+        first = pid * STRIP + t * R
+        (w,) = load_tiles(w_ptr + layer * C * K, first, stop, 1, R, K, CK)
+        column_N = first + tl.arange(0, R)
+        inside_N = column_N < stop
+        b_N = tl.load(bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
+        x_N = own(x_ptr + column_N, inside_N)
+        if t == 0:
+            if following:
+                prefetch_strip(w_ptr + (layer + 1) * C * K, pid, C, K, STRIP, PROGRAMS)
+            y_T1K = rounded(receive(y_ptr, K, KP, PROGRAMS), CK, DTYPE)
+        x_N += matvec(w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+        send(sum_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+
+
+@triton.jit
+def decode_one_kernel(
+    token_ptr, length_ptr, weights, k_ptr, v_ptr, exchange_ptr, result_ptr, L: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, V: tl.constexpr, S: tl.constexpr, EPS: tl.constexpr,
+    PROGRAMS: tl.constexpr, FP32_RESIDUAL: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr,
+    R_OUT: tl.constexpr, R_HEAD: tl.constexpr, TILES: tl.constexpr, CK: tl.constexpr,
+    CK_F: tl.constexpr, KEYS: tl.constexpr, LIKELIEST: tl.constexpr,
+):  # fmt: skip
+    # The fields of DecoderWeights.
+    (
+        wte_ptr, wpe_ptr, ln_1_scale_ptr, ln_1_bias_ptr, qkv_ptr, qkv_bias_ptr, proj_ptr,
+        proj_bias_ptr, ln_2_scale_ptr, ln_2_bias_ptr, fc_ptr, fc_bias_ptr, out_ptr, out_bias_ptr,
+        ln_f_scale_ptr, ln_f_bias_ptr, head_ptr,
+    ) = weights  # fmt: skip
     F: tl.constexpr = 4 * C
     CP: tl.constexpr = triton.next_power_of_2(C // CK) * CK
     FP: tl.constexpr = triton.next_power_of_2(F // CK_F) * CK_F
@@ -134,7 +177,6 @@ def decode_one_kernel(
     STRIP_C: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
     STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
     STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
-    SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
     # Distance of the L2 prefetch of the head ahead of the loads, in rows per program: 32 MB in
     # total for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 160)
@@ -158,42 +200,21 @@ def decode_one_kernel(
     clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
+        following = layer_32 + 1 < L
         sent_qkv_ptr = x_ptr + C
         attended_ptr = sent_qkv_ptr + 3 * C
         middle_ptr = attended_ptr + C
         hidden_ptr = middle_ptr + C
 
-        # -------------------------------------------------------------- 1. norm, QKV projection
-        pid = opaque(program, PROGRAMS)
-        scale = load_vector(ln_1_scale_ptr + layer * C, C, CP)
-        bias = load_vector(ln_1_bias_ptr + layer * C, C, CP)
-        stop = tl.minimum(pid * STRIP_QKV + STRIP_QKV, 3 * C)
-        for t in tl.static_range(0, (STRIP_QKV + R - 1) // R, TILES):
-            first = pid * STRIP_QKV + t * R
-            w = load_tiles(qkv_ptr + layer * 3 * C * C, first, stop, TILES, R, C, CK)
-            b = load_biases(qkv_bias_ptr + layer * 3 * C, first, stop, TILES, R)
-            if t == 0:
-                if layer_32 + 1 < L:
-                    prefetch_strip(
-                        qkv_ptr + (layer + 1) * 3 * C * C, pid, 3 * C, C, STRIP_QKV, PROGRAMS
-                    )
-                    cached = (layer + 1) * S * C
-                    share = tl.cdiv(position * C, PROGRAMS)
-                    end = tl.minimum((pid + 1) * share, position * C)
-                    prefetch(k_ptr + cached, pid * share, end, SHARE, PROGRAMS)
-                    prefetch(v_ptr + cached, pid * share, end, SHARE, PROGRAMS)
-                else:
-                    start = pid * STRIP_HEAD * C
-                    end = tl.minimum(start + HEAD_AHEAD * C, V * C)
-                    prefetch(head_ptr, start, end, HEAD_AHEAD * C, PROGRAMS)
-                x = receive(x_ptr, C, CP, PROGRAMS)
-                y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
-            for i in tl.static_range(TILES):
-                column_N = first + i * R + tl.arange(0, R)
-                qkv_N = (matvec(w[i], y_T1K) + b[i]).to(DTYPE)
-                send(sent_qkv_ptr + column_N, qkv_N, column_N < stop, PROGRAMS)
+        # 1. LayerNorm, QKV projection.
+        norm_and_matmul(
+            x_ptr, ln_1_scale_ptr, ln_1_bias_ptr, qkv_ptr, qkv_bias_ptr, sent_qkv_ptr,
+            opaque(program, PROGRAMS), layer, following,
+            (position, k_ptr, v_ptr, head_ptr, S, V, HEAD_AHEAD), C, CP, 3 * C, STRIP_QKV, TILES,
+            R, CK, EPS, False, DTYPE, PROGRAMS,
+        )  # fmt: skip
 
-        # ----------------------------------------------------------------------- 2. attention
+        # 2. Attention.
         pid = opaque(program, PROGRAMS)
         cached = layer * S * C
         if H <= PROGRAMS:
@@ -201,70 +222,38 @@ def decode_one_kernel(
             if pid < H:
                 attend(
                     sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, pid, position,
-                    C, D, KEYS, PROGRAMS,
+                    C, C // H, KEYS, PROGRAMS,
                 )  # fmt: skip
         else:
             for head in range(pid, H, PROGRAMS):
                 attend(
                     sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, head, position,
-                    C, D, KEYS, PROGRAMS,
+                    C, C // H, KEYS, PROGRAMS,
                 )  # fmt: skip
 
-        # --------------------------------------------------- 3. output projection, residual sum
-        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
-        for t in tl.static_range((STRIP_C + R - 1) // R):
-            first = pid * STRIP_C + t * R
-            # These loads follow phase 2, in which keys and values need the registers.
-            w = load_tiles(proj_ptr + layer * C * C, first, stop, 1, R, C, CK)
-            column_N = first + tl.arange(0, R)
-            inside_N = column_N < stop
-            b_N = tl.load(proj_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
-            x_N = own(x_ptr + column_N, inside_N)
-            if t == 0:
-                if layer_32 + 1 < L:
-                    prefetch_strip(proj_ptr + (layer + 1) * C * C, pid, C, C, STRIP_C, PROGRAMS)
-                y_T1K = rounded(receive(attended_ptr, C, CP, PROGRAMS), CK, DTYPE)
-            x_N += matvec(w[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
-            send(middle_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+        # 3. Output projection, residual sum. The loads of this phase follow phase 2, in which keys
+        # and values need the registers.
+        matmul_and_add(
+            attended_ptr, proj_ptr, proj_bias_ptr, x_ptr, middle_ptr, pid, layer, following, C, C,
+            CP, STRIP_C, R, CK, DTYPE, RESIDUAL, PROGRAMS,
+        )  # fmt: skip
 
-        # ----------------------------------------------------------- 4. norm, first matmul, GELU
-        pid = opaque(program, PROGRAMS)
-        scale = load_vector(ln_2_scale_ptr + layer * C, C, CP)
-        bias = load_vector(ln_2_bias_ptr + layer * C, C, CP)
-        stop = tl.minimum(pid * STRIP_FC + STRIP_FC, F)
-        for t in tl.static_range(0, (STRIP_FC + R - 1) // R, TILES):
-            first = pid * STRIP_FC + t * R
-            w = load_tiles(fc_ptr + layer * F * C, first, stop, TILES, R, C, CK)
-            b = load_biases(fc_bias_ptr + layer * F, first, stop, TILES, R)
-            if t == 0:
-                if layer_32 + 1 < L:
-                    prefetch_strip(fc_ptr + (layer + 1) * F * C, pid, F, C, STRIP_FC, PROGRAMS)
-                x = receive(middle_ptr, C, CP, PROGRAMS)
-                y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
-            for i in tl.static_range(TILES):
-                column_N = first + i * R + tl.arange(0, R)
-                hidden_N = gelu(matvec(w[i], y_T1K) + b[i])
-                send(hidden_ptr + column_N, hidden_N.to(DTYPE), column_N < stop, PROGRAMS)
+        # 4. LayerNorm, first matmul of the MLP, GELU.
+        norm_and_matmul(
+            middle_ptr, ln_2_scale_ptr, ln_2_bias_ptr, fc_ptr, fc_bias_ptr, hidden_ptr,
+            opaque(program, PROGRAMS), layer, following, None, C, CP, F, STRIP_FC, TILES, R, CK,
+            EPS, True, DTYPE, PROGRAMS,
+        )  # fmt: skip
 
-        # --------------------------------------------------------- 5. second matmul, residual sum
-        pid = opaque(program, PROGRAMS)
-        stop = tl.minimum(pid * STRIP_C + STRIP_C, C)
-        for t in tl.static_range((STRIP_C + R_OUT - 1) // R_OUT):
-            first = pid * STRIP_C + t * R_OUT
-            w = load_tiles(out_ptr + layer * C * F, first, stop, 1, R_OUT, F, CK_F)
-            column_N = first + tl.arange(0, R_OUT)
-            inside_N = column_N < stop
-            b_N = tl.load(out_bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
-            x_N = own(middle_ptr + column_N, inside_N)
-            if t == 0:
-                if layer_32 + 1 < L:
-                    prefetch_strip(out_ptr + (layer + 1) * C * F, pid, C, F, STRIP_C, PROGRAMS)
-                y_T1K = rounded(receive(hidden_ptr, F, FP, PROGRAMS), CK_F, DTYPE)
-            x_N += matvec(w[0], y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
-            send(x_ptr + BLOCK + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+        # 5. Second matmul of the MLP, residual sum.
+        matmul_and_add(
+            hidden_ptr, out_ptr, out_bias_ptr, middle_ptr, x_ptr + BLOCK,
+            opaque(program, PROGRAMS), layer, following, C, F, FP, STRIP_C, R_OUT, CK_F, DTYPE,
+            RESIDUAL, PROGRAMS,
+        )  # fmt: skip
         x_ptr += BLOCK
 
-    # ------------------------------------------------------------------------ final norm, logits
+    # Final LayerNorm, logits.
     pid = opaque(program, PROGRAMS)
     scale, bias = load_vector(ln_f_scale_ptr, C, CP), load_vector(ln_f_bias_ptr, C, CP)
     first = pid * STRIP_HEAD
