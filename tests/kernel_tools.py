@@ -363,13 +363,11 @@ def _compile(kernel, args, options, constexprs, capability) -> Compiled:
         if isinstance(arg, tuple):
             signature[name] = tuple(pointers[jnp.dtype(each.dtype).name] for each in arg)
             attributes |= {(index, i): [["tt.divisibility", 16]] for i in range(len(arg))}
-        elif arg is None:
-            signature[name], constants[name] = "constexpr", None
         elif hasattr(arg, "dtype") and hasattr(arg, "shape"):
             signature[name] = pointers[jnp.dtype(arg.dtype).name]
             attributes[(index,)] = [["tt.divisibility", 16]]
-        elif isinstance(arg, int) and arg == 1:
-            signature[name], constants[name] = "constexpr", 1
+        elif arg is None or (isinstance(arg, int) and arg == 1):
+            signature[name], constants[name] = "constexpr", arg
         elif isinstance(arg, int):
             signature[name] = "i32" if -(2**31) <= arg < 2**31 else "i64"
             if arg % 16 == 0:

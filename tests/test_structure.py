@@ -22,10 +22,6 @@ LAYERS = (
     "devices precision",
     "fields files provenance terminal user_folders",
 )
-# Imports that still close a circle or point upwards. Remove an entry together with its import.
-KNOWN_CIRCLES = {
-    ("pallas_kernels.classifier.triton", "pallas_kernels.classifier.triton_fp8"),
-}
 
 
 @functools.cache
@@ -72,12 +68,7 @@ def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 
 
 def test_no_circle():
-    edges = {(module, other) for module, others in imports().items() for other in others}
-    assert not KNOWN_CIRCLES - edges, "these imports are gone: remove them from KNOWN_CIRCLES"
-    graph = {module: set() for module in modules()}
-    for module, other in edges - KNOWN_CIRCLES:
-        graph[module].add(other)
-    circles = {module for module in graph if module in reachable(graph, module)}
+    circles = {module for module in modules() if module in reachable(imports(), module)}
     assert not circles, "these modules import each other"
 
 

@@ -331,12 +331,8 @@ def _in_triton(options, logits_NV, targets, weights_M, *, fp8_scale: float | Non
     from pallas_kernels.classifier import triton
 
     classify = functools.partial(triton.classify, **options.loss_options, fp8_scale=fp8_scale)
-    weights = () if weights_M is None else (weights_M,)
-    overwrites = fp8_scale is None
-    launch = _calls.batched(
-        "fused_classifier", classify, shared=len(weights), overwrites=overwrites
-    )
-    return launch(logits_NV, targets, *weights)
+    launch = _calls.batched("fused_classifier", classify, shared=1, overwrites=fp8_scale is None)
+    return launch(logits_NV, targets, weights_M)
 
 
 def _in_xla(logits_NV, targets, weights_M, *, vocab_size, softcap, ignore_index):
