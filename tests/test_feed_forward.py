@@ -22,6 +22,7 @@ from pallas_kernels.feed_forward import (
     mlp,
     reference,
 )
+from pallas_kernels.gemm import Plain
 
 FUNCTIONS = {"gelu": linear_gelu, "relu_squared": linear_relu_squared}
 HIGH, HIGHEST = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
@@ -241,20 +242,21 @@ def check_passes(n, o, bias, activation):
     rng = np.random.default_rng(0)
     dy, product = (jnp.asarray(2 * rng.standard_normal((n, o)), FP32) for _ in range(2))
     b = jnp.asarray(rng.standard_normal(o), FP32) if bias else jnp.zeros(o)
-    given, how = b if bias else None, {"activation": activation}
+    given = b if bias else None
 
     def passes(product, dy, transposed):
-        options = how | {"du_transposed": transposed, "y_transposed": transposed}
-        y = triton.activated(product, given, **how)
-        return y, *triton.activation_backward(dy, product, given, **options)
+        stored = Plain(HIGH if transposed else HIGHEST).hidden_format(activation, FP32)
+        how = {"activation": activation, "stored": stored}
+        y, *_ = triton.activated_pass(product, given, **how)
+        return y, *triton.gradient(dy, product, given, None, again=transposed, **how)
 
-    y, du, du_transposed, y_transposed, db = runs_are_equal(
+    y, du, du_transposed, db, y_transposed = runs_are_equal(
         lambda *args: passes(*args, True), product, dy, times=3
     )
     np.testing.assert_array_equal(du_transposed, du.T)
     np.testing.assert_array_equal(y_transposed, y.T)
-    _, bare, *none, same_db = jax.jit(lambda *args: passes(*args, False))(product, dy)
-    assert none == [None, None] and (db is None) == (same_db is None) == (not bias)
+    _, bare, none, same_db, no_y = jax.jit(lambda *args: passes(*args, False))(product, dy)
+    assert none is no_y is None and (db is None) == (same_db is None) == (not bias)
     np.testing.assert_array_equal(bare, du)
 
     plain = jax.nn.gelu if activation == "gelu" else lambda u: jnp.square(jax.nn.relu(u))

@@ -22,7 +22,8 @@ from pallas_kernels import (
     rms_norm,
     swiglu,
 )
-from pallas_kernels.feed_forward import activated_mlp
+from pallas_kernels.feed_forward import activated_mlp, triton
+from pallas_kernels.gated_mlp import triton as gated_mlp_triton
 from pallas_kernels.gemm import E4M3, E5M2, Fp8, largest
 
 FP8 = Fp8()
@@ -360,26 +361,26 @@ def test_refusals():
 
 
 def test_compiled_kernels():
-    gu, dh = (jax.ShapeDtypeStruct((65536, f), jnp.bfloat16) for f in (4864, 2432))
-    from pallas_kernels.feed_forward import triton_fp8 as triton_activation
-    from pallas_kernels.gated_mlp import triton_fp8
-
-    scale = jax.ShapeDtypeStruct((), jnp.float32)
-    backward = functools.partial(triton_fp8.activated_backward, h_scale=1.0)
-    (kernel,) = triton_kernels(backward, gu, dh, scale)
-    assert kernel.spill_bytes == 0 and kernel.registers <= 128
-    (kernel,) = triton_kernels(functools.partial(triton_fp8.activated, scale=1.0), gu)
-    assert kernel.spill_bytes == 0
+    array = lambda columns, dtype: jax.ShapeDtypeStruct((65536, columns), dtype)
+    x, scale = array(2432, jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.float32)
+    silu = {"stored": FP8.hidden_format("silu", jnp.bfloat16)}
+    backward = functools.partial(gated_mlp_triton.activated_backward, **silu)
+    forward = functools.partial(gated_mlp_triton.activated, **silu)
+    kernels = triton_kernels(backward, array(4864, jnp.bfloat16), x, scale)
+    assert kernels[0].registers <= 128
+    kernels += triton_kernels(forward, array(4864, jnp.bfloat16))
     u, b, q = (
-        jax.ShapeDtypeStruct(*s)
-        for s in (((65536, 6400), jnp.bfloat16), ((6400,), jnp.float32), ((65536, 6400), E4M3))
+        array(6400, jnp.bfloat16),
+        jax.ShapeDtypeStruct((6400,), jnp.float32),
+        array(6400, E4M3),
     )
     for activation in ("gelu", "relu_squared"):
-        how = {"stored": FP8.hidden_format(activation, jnp.bfloat16)}
-        forward = functools.partial(triton_activation.activated, activation=activation, **how)
-        backward = functools.partial(triton_activation.activated_backward, bias=True, **how)
-        kernels = triton_kernels(forward, u, b) + triton_kernels(backward, u, q, scale)
-        assert all(kernel.spill_bytes == 0 for kernel in kernels)
+        how = {"activation": activation, "stored": FP8.hidden_format(activation, jnp.bfloat16)}
+        kernels += triton_kernels(functools.partial(triton.activated_pass, **how), u, b)
+        kernels += triton_kernels(
+            functools.partial(triton.gradient, again=False, **how), u, q, b, scale
+        )
+    assert all(kernel.spill_bytes == 0 for kernel in kernels)
 
 
 # ---------------------------------------------------------------------------------------------- GPU

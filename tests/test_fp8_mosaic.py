@@ -82,7 +82,7 @@ def check_forward(m, n, k, name, *, bias=True, stored=None, **options):
     x, w, scale = operands(m, n, k)
     b = jnp.linspace(-1, 1, n, dtype=jnp.float32) if bias else None
     # The factors of a scale are multiplied in the kernel.
-    how = {"activation": activation, "stored": stored, "k_major": True}
+    how = {"activation": activation, "stored": stored}
     y, y_transposed, derivative = mosaic.activated(x, w, b, (scale * 4, 0.25), **how, **options)
     u = reference(x, w, scale) + (b[None] if bias else 0)
     exact, exact_derivative = jax.jvp(FUNCTIONS[activation], (u,), (jnp.ones_like(u),))
@@ -160,7 +160,7 @@ SCALAR = ((), jnp.float32)
 )
 def test_activations_lower_for_an_h200(name, c, o):
     m, stored, activation = 65536, STORED[name], name.partition(",")[0]
-    how = {"activation": activation, "stored": stored, "k_major": True}
+    how = {"activation": activation, "stored": stored}
     forward = lambda *args: mosaic.activated(*args[:3], args[3:], **how)
     arrays = _abstract(((m, c), E4M3), ((o, c), E4M3), ((o,), jnp.float32), SCALAR)
     assert lower_for_h200(forward, *arrays).count("custom_call @mosaic_gpu") == 1

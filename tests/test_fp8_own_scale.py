@@ -45,7 +45,7 @@ def backend(request):
 )
 def test_whole(backend, monkeypatch, shape, dtype, largest):
     if backend == "triton":
-        monkeypatch.setattr("pallas_kernels.gemm.triton_own_scale.MOST_MAXIMA", 2)
+        monkeypatch.setattr("pallas_kernels.gemm.triton.MOST_MAXIMA", 2)
     x = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, shape), jnp.float32)
     x = (x * largest / 2).at[-1, -1].set(-largest)  # in the last group
     check(x, dtype, False, scale_for(jnp.abs(x).max(), dtype, 4.0))
@@ -76,7 +76,7 @@ def test_nan(backend, monkeypatch):
     shape = (2, 3)  # on a CPU, the maximum of XLA 0.12.0 ignores NaN in larger arrays
     if backend == "triton":
         shape = (70, 130)
-        monkeypatch.setattr("pallas_kernels.gemm.triton_own_scale.MOST_MAXIMA", 2)
+        monkeypatch.setattr("pallas_kernels.gemm.triton.MOST_MAXIMA", 2)
     for place in ((0, 0), (-1, -1)):
         for odd in (-jnp.nan, jnp.inf):
             check(jnp.ones(shape).at[place].set(odd), E4M3, False, jnp.float32(1))

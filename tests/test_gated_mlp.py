@@ -10,7 +10,8 @@ from kernel_tools import lower_for_h200, unchecked
 from rule_tools import check
 
 from pallas_kernels import select, swiglu
-from pallas_kernels.gated_mlp import activated, activated_backward, reference
+from pallas_kernels.gated_mlp import hidden, hidden_gradient, reference
+from pallas_kernels.gemm import Operand, Plain
 from pallas_kernels.linear import linear
 
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -63,13 +64,18 @@ def test_reference_is_the_definition():
     np.testing.assert_allclose(reference(*args), expected, rtol=1e-5, atol=1e-6)
 
 
+def passes(gu, dh, implementation):
+    """Return h, [dg | du], and h again."""
+    gradients = hidden_gradient(gu, dh, Operand(), implementation, Plain())
+    return [x.rows for x in (hidden(gu, implementation, Plain()), *gradients)]
+
+
 @pytest.mark.parametrize("implementation", ["triton", "xla"])
 def test_the_largest_numbers_do_not_overflow(implementation, triton_on_cpu):
     largest = float(jnp.finfo(jnp.bfloat16).max)
     gu = jnp.asarray([[-largest, largest, 0, 1, 1, 1]], jnp.bfloat16)
-    h = activated(gu, implementation)
+    h, dgu, again = passes(gu, jnp.ones((1, 3), jnp.bfloat16), implementation)
     np.testing.assert_array_equal(np.asarray(h, np.float32), [[0, largest, 0]])
-    dgu, again = activated_backward(gu, jnp.ones((1, 3), jnp.bfloat16), implementation)
     expected = [[0, 1, 0.5, 0, largest, 0]]
     np.testing.assert_array_equal(np.asarray(dgu, np.float32), expected)
     np.testing.assert_array_equal(again, h)
@@ -137,7 +143,5 @@ def test_fp32_on_the_gpu():
     s = 1 / (1 + np.exp(-g))
     dgu = np.concatenate([dh * u * s * (1 + g * (1 - s)), dh * g * s], axis=1)
     gu, dh = jnp.asarray(gu, jnp.float32), jnp.asarray(dh, jnp.float32)
-    found, again = activated_backward(gu, dh, "triton")
-    for h in (activated(gu, "triton"), again):
-        np.testing.assert_allclose(h, g * s * u, rtol=2e-6, atol=1e-6)
-    np.testing.assert_allclose(found, dgu, rtol=2e-6, atol=1e-6)
+    for found, true in zip(passes(gu, dh, "triton"), (g * s * u, dgu, g * s * u), strict=True):
+        np.testing.assert_allclose(found, true, rtol=2e-6, atol=1e-6)

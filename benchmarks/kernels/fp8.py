@@ -87,7 +87,7 @@ def forward_case(name: str, m, k, n) -> Case:
     scale, bias, stored = k**-0.5, name == "gelu", Fp8().hidden_format(name, BF16)
 
     def fused(x, w, b):
-        how = {"activation": name, "stored": stored, "k_major": True}
+        how = {"activation": name, "stored": stored}
         return mosaic.activated(x, w, b if bias else None, (scale,), **how)
 
     def xla(x, w, b):

@@ -162,7 +162,7 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
     return {
         **{
             f"fp8.{name}": (
-                functools.partial(mosaic.activated, activation=name, stored=stored, k_major=True),
+                functools.partial(mosaic.activated, activation=name, stored=stored),
                 (x, w, bias if name == "gelu" else None, (scale,)),
             )
             for name, stored in fp8.items()

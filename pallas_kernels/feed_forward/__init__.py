@@ -40,6 +40,7 @@ XLA computes the other matmuls.
 
 import dataclasses
 import functools
+import importlib
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -278,9 +279,17 @@ class Options:
         return self.numerics.hidden_format(self.activation, dtype)
 
     def in_passes(self, dtype: jax.typing.DTypeLike) -> bool:
-        """Whether XLA computes the matmul and Triton kernels compute bias and activation, from x w
-        in memory: in fp32. In other dtypes the Triton kernel includes the matmul."""
-        return self.backend == "triton" and dtype == jnp.float32 and not self.numerics.quantized
+        """Whether XLA computes the matmul, and a Triton kernel bias and activation: the Triton
+        kernel that includes the matmul stores 16 bits."""
+        return self.backend == "triton" and jnp.dtype(self.stored(dtype).dtype).itemsize != 2
+
+    def recomputes(self, dtype: jax.typing.DTypeLike) -> bool:
+        """Whether y is not saved: the backward pass recomputes y."""
+        return self.backend == "triton" and self.stored(dtype).transposes
+
+    def kernels(self):
+        """Return the module of the back end."""
+        return importlib.import_module(f"{__name__}.{self.backend}")
 
     def call(self, kernel: Callable, *args: Any, **static: Any) -> Any:
         """Call a function that launches kernels."""
@@ -343,31 +352,23 @@ def _mlp_forward(x_NI, w, b_O, w2_OC, options):
     y, saved_NO = hidden(options, x, w_operand, b_O, dtype)
     count("hidden", y.rows)
     y_NC = numerics.product(y, w2, dtype)
-    # In TF32, y is not saved: the backward pass recomputes it.
-    y = None if _recomputes(options, dtype) else y.only("k_major")
+    y = None if options.recomputes(dtype) else y.only("k_major")
     operands = x.only("k_major"), w_operand.only("rows"), y, w2.only("rows")
     likes = like((w, w2_OC)), b_O, structure(x_NI)
     return y_NC, (operands, saved_NO, likes)
-
-
-def _recomputes(options: Options, dtype) -> bool:
-    return options.in_passes(dtype) and getattr(options.numerics, "tf32", False)
 
 
 def _mlp_backward(options, saved, dy_NC):
     (x, w, y, w2), saved_NO, ((w_like, w2_like), b_O, x_like) = saved
     numerics, dtype = options.numerics, dy_NC.dtype
     dy = numerics.gradient(dy_NC)
-    stored = options.stored(dtype)
     if options.backend == "mosaic" and _why_not_du(dy, w2) is None:
-        from pallas_kernels.feed_forward import mosaic
-
-        w2_OC = w2.rows.astype(dy.rows.dtype) if dy.rows.dtype == dtype else w2.rows
+        stored = options.stored(dtype)
+        w2_OC = w2.rows if stored.k_major else w2.rows.astype(dtype)
         scale = None if dy.scale is None else dy.scale.value
-        factors = numerics.factors(dy, w2) if stored.k_major else ()
+        arrays = dy.rows, w2_OC, saved_NO, numerics.factors(dy, w2), scale
         static = {"stored": stored, "bias": b_O is not None}
-        arrays = dy.rows, w2_OC, saved_NO, factors, scale
-        du_NO, du_ON, db_O = options.call(mosaic.du, *arrays, **static)
+        du_NO, du_ON, db_O = options.call(options.kernels().du, *arrays, **static)
         du, y_again = Operand(du_NO, du_ON, dy.scale), None
     else:
         dh_NO = numerics.input_gradient(dy, w2, dtype)
@@ -393,43 +394,29 @@ def _why_not_du(dy: Operand, w2: Operand) -> str | None:
 
 def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
     """Return the operand of y = a(x w + b), and the array that `hidden_gradient` reads: the
-    derivative, y, or x w if `options.in_passes`; None without `save`."""
-    numerics, stored = options.numerics, options.stored(dtype)
+    derivative, y, or x w if `options.in_passes`; no such array without `save`."""
+    numerics, stored, activation = options.numerics, options.stored(dtype), options.activation
     b_O = None if b_O is None else b_O.astype(jnp.float32)
-    if options.backend == "mosaic":
-        from pallas_kernels.feed_forward import mosaic
+    if options.backend == "xla" or options.in_passes(dtype):
+        u_NO = numerics.product(x, w, dtype if numerics.quantized else jnp.float32)
+        if options.backend == "xla":
+            return _hidden_in_xla(options, u_NO.astype(jnp.float32), b_O, dtype)
+        kernel = options.kernels().activated_pass
+        y_NO, y_ON, saved_NO = options.call(kernel, u_NO, b_O, activation=activation, stored=stored)
+    else:
+        matrix = w.k_major
+        if not stored.k_major:
+            matrix = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
+        arrays = x.rows, matrix, b_O, numerics.factors(x, w)
+        static = {"activation": activation, "stored": stored, "save": save}
+        y_NO, y_ON, saved_NO = options.call(options.kernels().activated, *arrays, **static)
+    return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
 
-        static = {"activation": options.activation, "stored": stored, "save": save}
-        if stored.k_major:
-            arrays = x.rows, w.k_major, b_O, numerics.factors(x, w)
-            y_NO, y_ON, saved_NO = options.call(mosaic.activated, *arrays, **static, k_major=True)
-        else:
-            w_IO = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
-            y_NO, y_ON, saved_NO = options.call(mosaic.activated, x.rows, w_IO, b_O, (), **static)
-        saved_NO = y_NO if save and saved_NO is None else saved_NO
-        return Operand(y_NO, y_ON, factor=stored.scale), saved_NO
-    if options.backend == "triton":
-        from pallas_kernels.feed_forward import triton
 
-        if options.in_passes(dtype):
-            xw_NO = numerics.product(x, w, jnp.float32)
-            y_NO = options.call(triton.activated, xw_NO, b_O, activation=options.activation)
-            return Operand(y_NO), xw_NO
-        if stored.k_major:
-            from pallas_kernels.feed_forward import triton_fp8
-
-            static = {"activation": options.activation, "stored": stored}
-            u_NO = numerics.product(x, w, dtype)
-            y_NO, y_ON, saved_NO = options.call(triton_fp8.activated, u_NO, b_O, **static)
-            return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
-        w_IO = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
-        static = {"activation": options.activation, "save": save}
-        y_NO, *saved = options.call(triton.forward, x.rows, w_IO, b_O, **static)
-        return Operand(y_NO), saved[0] if saved else None
-    u_NO = numerics.product(x, w, dtype if numerics.quantized else jnp.float32)
-    u_NO = u_NO.astype(jnp.float32)
+def _hidden_in_xla(options, u_NO, b_O, dtype):
+    stored = options.stored(dtype)
     y_NO, derivative_NO = ACTIVATIONS[options.activation](u_NO if b_O is None else u_NO + b_O[None])
-    y = numerics.hidden(options.activation, y_NO.astype(dtype))
+    y = options.numerics.hidden(options.activation, y_NO.astype(dtype))
     if stored is None:
         return y, derivative_NO.astype(dtype)
     if stored.saved_dtype is None:
@@ -437,46 +424,33 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
     return y, (derivative_NO * stored.saved_scale).astype(stored.saved_dtype)
 
 
-def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, y_again=False):
+def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, again=False):
     """Return du = dh · a'(u) as an operand, db in fp32 or None, and the operand of y or None.
 
     Args:
         saved_NO: from `hidden`.
         dy: operand of the MLP's gradient, whose scale is that of du.
-        y_again: whether to recompute y.
+        again: whether to recompute y.
     """
-    numerics, dtype, bias = options.numerics, dh_NO.dtype, b_O is not None
-    stored = options.stored(dtype)
-    if options.in_passes(dtype):
-        from pallas_kernels.feed_forward import triton
-
-        static = {"du_transposed": numerics.tf32, "y_transposed": y_again}
-        static |= {"activation": options.activation}
-        b_O = b_O if b_O is None else b_O.astype(jnp.float32)
-        arrays = dh_NO, saved_NO, b_O
-        du_NO, du_ON, y_ON, db_O = options.call(triton.activation_backward, *arrays, **static)
-        return Operand(du_NO, du_ON), db_O, Operand(None, y_ON)
+    numerics, dtype, stored = options.numerics, dh_NO.dtype, options.stored(dh_NO.dtype)
     # `linear_gelu` on Hopper has a matmul in Mosaic, and this pass in Triton.
-    in_triton = options.backend == "triton" or (
+    if options.backend == "triton" or (
         options.backend == "mosaic" and _dispatch.why_not_triton() is None
-    )
-    if in_triton and stored.k_major:
-        from pallas_kernels.feed_forward import triton_fp8
-
-        arrays, static = (dh_NO, saved_NO, dy.scale.value), {"stored": stored, "bias": bias}
-        du_NO, du_ON, db_O = options.call(triton_fp8.activated_backward, *arrays, **static)
-        return Operand(du_NO, du_ON, dy.scale), db_O, None
-    if in_triton:
+    ):
         from pallas_kernels.feed_forward import triton
 
-        du_NO, db_O = options.call(triton.scaled, dh_NO, saved_NO, bias=bias)
-        return Operand(du_NO), db_O, None
+        scale = None if dy is None else dy.scale
+        b_O = None if b_O is None else b_O.astype(jnp.float32)
+        arrays = dh_NO, saved_NO, b_O, None if scale is None else scale.value
+        static = {"activation": options.activation, "stored": stored, "again": again}
+        du_NO, du_ON, db_O, y_ON = options.call(triton.gradient, *arrays, **static)
+        return Operand(du_NO, du_ON, scale), db_O, Operand(None, y_ON)
     derivative_NO = saved_NO.astype(jnp.float32)
     if stored is not None:
         derivative_NO = stored.derivative(derivative_NO) / stored.derivative_scale
     exact_NO = dh_NO.astype(jnp.float32) * derivative_NO
     du_NO = exact_NO.astype(dtype)
-    db_O = sum_rows(du_NO if numerics.quantized else exact_NO) if bias else None
+    db_O = None if b_O is None else sum_rows(du_NO if numerics.quantized else exact_NO)
     return numerics.hidden_gradient(options.activation, du_NO, dy), db_O, None
 
 

@@ -55,7 +55,7 @@ class DuScratch(NamedTuple):
 
 # jit: trace and lower a kernel once for all layers. Tracing and lowering for each layer took 28 s
 # of a step's compilation, and no cache of JAX covers this time.
-@functools.partial(jax.jit, static_argnames=("activation", "stored", "save", "k_major", "tiles"))
+@functools.partial(jax.jit, static_argnames=("activation", "stored", "save", "tiles"))
 def activated(
     x_MK,
     w,
@@ -65,18 +65,17 @@ def activated(
     activation: str,
     stored: HiddenFormat,
     save: bool = True,
-    k_major: bool = False,
     tiles: Tiles | None = None,
 ):
     """Return (y, yᵀ, derivative) of the activation of u = scale · x w + b; each as `stored` says,
     and None if it is not stored.
 
     Args:
-        w: K×N, or N×K if `k_major`.
+        w: K×N, or N×K if `stored.k_major`.
         b_N: fp32, or None.
         save: whether to return the derivative.
     """
-    (m, k), n = x_MK.shape, w.shape[0 if k_major else 1]
+    (m, k), n = x_MK.shape, w.shape[0 if stored.k_major else 1]
     tiles = tiles or mosaic.tiles_for(m, n, k, x_MK.dtype.itemsize)
     scales, bias = _scalars(scale), [] if b_N is None else [b_N]
     save = save and stored.saved_dtype is not None
@@ -126,7 +125,7 @@ def activated(
         *scales,
         *bias,
         tiles=tiles,
-        k_major=k_major,
+        k_major=stored.k_major,
         begin=begin,
         finish=finish,
         out_type=[

@@ -128,7 +128,7 @@ def _forward(x_NI, w_gate_up, w_down_FC, backend, numerics):
     x, w = numerics.activation(x_NI), numerics.weight(w_gate_up)
     w_down = numerics.weight(w_down_FC)
     gu_N2F = numerics.product(x, w, dtype)
-    h = _hidden(gu_N2F, backend, numerics)
+    h = hidden(gu_N2F, backend, numerics)
     count("hidden", h.rows)
     y_NC = numerics.product(h, w_down, dtype)
     operands = x.only("k_major"), w.only("rows"), w_down.only("rows")
@@ -139,7 +139,7 @@ def _backward(backend, numerics, saved, dy_NC):
     (x, w, w_down), gu_N2F, (w_like, w_down_like), x_like = saved
     dy = numerics.gradient(dy_NC)
     dh_NF = numerics.input_gradient(dy, w_down, dy_NC.dtype)
-    dgu, h = _hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
+    dgu, h = hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
     count("hidden_gradient", dgu.rows)
     dx_NI = numerics.input_gradient(dgu, w, dy_NC.dtype)
     dw = split_like(numerics.weight_gradient(x, dgu), w_like)
@@ -150,53 +150,39 @@ def _backward(backend, numerics, saved, dy_NC):
 _swiglu.defvjp(_forward, _backward)
 
 
-def _hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
-    """Return the operand of h; only its rows if kernels store it in FP8."""
-    stored = numerics.hidden_format("silu", gu_N2F.dtype)
-    if backend == "triton" and stored.k_major:
-        from pallas_kernels.gated_mlp import triton_fp8
+def hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
+    """Return the operand of h = silu(g) · u, without a K-major copy."""
+    if backend == "triton":
+        from pallas_kernels.gated_mlp import triton
 
-        kernel = functools.partial(triton_fp8.activated, scale=stored.scale)
+        stored = numerics.hidden_format("silu", gu_N2F.dtype)
+        kernel = functools.partial(triton.activated, stored=stored)
         return Operand(_calls.looped("swiglu", kernel)(gu_N2F), factor=stored.scale)
-    return numerics.hidden("silu", activated(gu_N2F, backend), k_major=False)
-
-
-def _hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics):
-    """Return the operands of [dg | du] and of h, which the backward pass recomputes."""
-    stored = numerics.hidden_format("silu", gu_N2F.dtype)
-    if backend == "triton" and stored.k_major:
-        from pallas_kernels.gated_mlp import triton_fp8
-
-        kernel = functools.partial(triton_fp8.activated_backward, h_scale=stored.scale)
-        kernel = _calls.looped("swiglu", kernel)
-        dgu_N2F, dgu_2FN, h_FN = kernel(gu_N2F, dh_NF, dy.scale.value)
-        return Operand(dgu_N2F, dgu_2FN, dy.scale), Operand(None, h_FN, factor=stored.scale)
-    dgu_N2F, h_NF = activated_backward(gu_N2F, dh_NF, backend)
-    dgu = numerics.hidden_gradient("silu", dgu_N2F, dy)
-    return dgu, numerics.hidden("silu", h_NF, rows=False)
-
-
-def activated(gu_N2F, backend: str):
-    """Return h = silu(g) · u in the dtype of [g | u]."""
-    if backend == "triton":
-        from pallas_kernels.gated_mlp import triton
-
-        return _calls.looped("swiglu", triton.activated)(gu_N2F)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(g) * u).astype(gu_N2F.dtype)
+    return numerics.hidden("silu", (jax.nn.silu(g) * u).astype(gu_N2F.dtype), k_major=False)
 
 
-def activated_backward(gu_N2F, dh_NF, backend: str):
-    """Return ([dg | du], h)."""
+def hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics):
+    """Return the operands of [dg | du] and of h, which is recomputed.
+
+    Args:
+        dy: operand of the gradient of y, whose scale is that of [dg | du].
+    """
     if backend == "triton":
         from pallas_kernels.gated_mlp import triton
 
-        return _calls.looped("swiglu", triton.activated_backward)(gu_N2F, dh_NF)
+        stored = numerics.hidden_format("silu", gu_N2F.dtype)
+        kernel = functools.partial(triton.activated_backward, stored=stored)
+        scale = None if dy.scale is None else dy.scale.value
+        *dgu, h_NF, h_FN = _calls.looped("swiglu", kernel)(gu_N2F, dh_NF, scale)
+        return Operand(*dgu, dy.scale), Operand(h_NF, h_FN, factor=stored.scale)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)
     dh, sigma = dh_NF.astype(jnp.float32), jax.nn.sigmoid(g)
     silu = g * sigma
     dgu_N2F = jnp.concatenate([dh * u * (sigma + silu * (1 - sigma)), dh * silu], axis=-1)
-    return dgu_N2F.astype(gu_N2F.dtype), (silu * u).astype(gu_N2F.dtype)
+    dgu_N2F, h_NF = dgu_N2F.astype(gu_N2F.dtype), (silu * u).astype(gu_N2F.dtype)
+    dgu = numerics.hidden_gradient("silu", dgu_N2F, dy)
+    return dgu, numerics.hidden("silu", h_NF, rows=False)
 
 
 def _check(x, w_gate, w_up, w_down):

@@ -66,6 +66,7 @@ class HiddenFormat:
             None: the backward pass reads y; the derivative is 2·√y.
         gradient_dtype: dtype of du.
         k_major: whether y and du are stored in both layouts.
+        transposes: whether a kernel of the backward pass recomputes y, and stores yᵀ and duᵀ.
     """
 
     dtype: jax.typing.DTypeLike
@@ -73,7 +74,8 @@ class HiddenFormat:
     saved_dtype: jax.typing.DTypeLike | None
     saved_scale: float
     gradient_dtype: jax.typing.DTypeLike
-    k_major: bool
+    k_major: bool = False
+    transposes: bool = False
 
     def derivative(self, saved):
         """Return the derivative times `derivative_scale`, from the saved array in fp32."""
@@ -139,6 +141,10 @@ class Numerics(abc.ABC):
         if stored is None:
             return self.gradient(du)
         return stored.gradient(du, None if dy is None else dy.scale)
+
+    def factors(self, a: Operand, b: Operand) -> tuple:
+        """Return factors whose product undoes the scales of both operands."""
+        return ()
 
     @abc.abstractmethod
     def activation(self, x: Any, part: str = "input") -> Operand:
@@ -209,7 +215,8 @@ class Plain(Numerics):
 
     def hidden_format(self, activation, dtype):
         dtype = jnp.dtype(dtype)
-        return HiddenFormat(dtype, 1.0, dtype, 1.0, dtype, k_major=False)
+        transposes = self.tf32 and dtype == jnp.float32
+        return HiddenFormat(dtype, 1.0, dtype, 1.0, dtype, transposes=transposes)
 
     def activation(self, x, part="input"):
         return x if isinstance(x, Operand) else Operand(x)
@@ -344,17 +351,14 @@ class Fp8(Numerics):
         count("output_gradient", q.rows)
         return q
 
-    def factors(self, a: Operand, b: Operand) -> tuple:
-        """Return factors whose product undoes the scales of both operands, without a launch for the
-        scales in use."""
-        if a.scale is None and b.scale is None:
-            return (1 / (a.factor * b.factor),)
-        if a.scale is not None and b.scale is not None:
-            return a.scale.inverse, b.scale.inverse
-        scale, factor = (a.scale, b.factor) if b.scale is None else (b.scale, a.factor)
-        if factor == self.activation_scale:
-            return (scale.over_factor,)
-        return (scale.inverse if factor == 1.0 else scale.inverse / factor,)
+    def factors(self, a, b):
+        # No launch for the scales in use.
+        scales = [operand.scale for operand in (a, b) if operand.scale is not None]
+        factor = a.factor * b.factor  # an operand with a scale has no factor
+        if len(scales) == 1 and factor == self.activation_scale:
+            return (scales[0].over_factor,)
+        inverses = [scale.inverse for scale in scales]
+        return (*inverses, *([] if factor == 1.0 else [1 / factor]))
 
     def matmul(self, a, b, dtype):
         scale, fast = math.prod(self.factors(a, b)), a.rows.shape[1] <= self.fast

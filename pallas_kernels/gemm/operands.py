@@ -243,10 +243,10 @@ def quantize_by_largest(
     """
     group = GROUP if sampled and x.shape[1] % GROUP == 0 else None
     if _dispatch.select("quantize", arrays=x) == "triton":
-        from pallas_kernels.gemm import triton_own_scale
+        from pallas_kernels.gemm import triton
 
         how = {"dtype": jnp.dtype(dtype), "headroom": headroom, "factor": factor, "group": group}
-        kernel = functools.partial(triton_own_scale.quantize_by_largest, sampled=SAMPLED, **how)
+        kernel = functools.partial(triton.quantize_by_largest, sampled=SAMPLED, **how)
         rows, k_major, *scale = _calls.looped("quantize", kernel)(x)
         return Operand(rows, k_major, Scale(*scale))
     if x.dtype == jnp.float32:

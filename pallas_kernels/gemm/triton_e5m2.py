@@ -8,6 +8,8 @@ of fp16: the noise is added to the second byte, and a carry rounds the magnitude
 import triton
 import triton.language as tl
 
+from pallas_kernels.gemm.triton import clipped
+
 # The multiplier of `stochastic_e5m2`.
 HASH = tl.constexpr(0x9E3779B1)
 LARGEST = tl.constexpr(57344.0)
@@ -38,8 +40,7 @@ prmt.b32 $0, low, high, 0x7531;
 @triton.jit
 def to_e5m2(x):
     """Clip x and round it to e5m2, stochastically. NaN remains NaN."""
-    nan: tl.constexpr = tl.PropagateNan.ALL
-    x = tl.minimum(tl.maximum(x, -LARGEST, propagate_nan=nan), LARGEST, propagate_nan=nan)
+    x = clipped(x, LARGEST)
     noise = (x.to(tl.uint32, bitcast=True) * HASH) >> 24
     half = x.to(tl.float16).to(tl.uint16, bitcast=True) + tl.where(x == x, noise, 0)
     return (half >> 8).to(tl.uint8).to(tl.float8e5, bitcast=True)
