@@ -135,7 +135,7 @@ def losses_of(f):
 
 
 def polynomial(f):
-    return lambda a, c, **how: f(a + a.mT, b=1.5, c=c, d=0.5, **how)
+    return lambda a, bcd, **how: f(a + a.mT, b=bcd[0], c=bcd[1], d=bcd[2], **how)
 
 
 # The function, its definition, and its arrays by the number of rows r and the width c. Arrays whose
@@ -193,7 +193,7 @@ SMALL = {
     "xtx": (pk.xtx, symmetric.xtx_reference, lambda r, c: [(r, c // 2, c)]),
     "ba_plus_caa": (
         polynomial(pk.ba_plus_caa), polynomial(symmetric.ba_plus_caa_reference),
-        lambda r, c: [(r, c, c), ()],
+        lambda r, c: [(r, c, c), (3,)],
     ),
     "transpose_copy": (pk.transpose_copy, transpose.reference, lambda r, c: [(r, 8, c)]),
     "transpose_add": (
@@ -218,7 +218,7 @@ def small(name, rows, dtype, width=16) -> Example:
     if name in INTEGERS:
         shapes[-1] = jax.ShapeDtypeStruct(shapes[-1].shape, jnp.int32)
     if name == "ba_plus_caa":  # a coefficient of another dtype
-        shapes[1] = jax.ShapeDtypeStruct((), jnp.float32)
+        shapes[1] = jax.ShapeDtypeStruct((3,), jnp.float32)
     return Example(call, reference, tuple(shapes))
 
 

@@ -11,31 +11,15 @@ from kernel_tools import lower_for_h200
 from rule_tools import check, refused
 
 from pallas_kernels import _dispatch
-from pallas_kernels.symmetric import (
-    ba_plus_caa,
-    ba_plus_caa_reference,
-    xtx,
-    xtx_reference,
-    xxt,
-    xxt_reference,
-)
+from pallas_kernels.symmetric import REFERENCES, ba_plus_caa, xtx, xxt
 from pallas_kernels.symmetric.mosaic import schedule
 
-B, C = 0.7, -0.45
-D = 1.9
+B, C, D = 0.7, -0.45, 1.9
 POLYNOMIAL = "ba_plus_caa, d"
-FUNCTIONS = {
-    "xxt": xxt,
-    "xtx": xtx,
-    "ba_plus_caa": functools.partial(ba_plus_caa, b=B, c=C),
-    POLYNOMIAL: functools.partial(ba_plus_caa, b=B, c=C, d=D),
-}
-REFERENCES = {
-    "xxt": xxt_reference,
-    "xtx": xtx_reference,
-    "ba_plus_caa": functools.partial(ba_plus_caa_reference, b=B, c=C),
-    POLYNOMIAL: functools.partial(ba_plus_caa_reference, b=B, c=C, d=D),
-}
+COEFFICIENTS = {"xxt": {}, "xtx": {}, "ba_plus_caa": {"b": B, "c": C}}
+COEFFICIENTS[POLYNOMIAL] = COEFFICIENTS["ba_plus_caa"] | {"d": D}
+FUNCTIONS = {"xxt": xxt, "xtx": xtx, "ba_plus_caa": ba_plus_caa, POLYNOMIAL: ba_plus_caa}
+FUNCTIONS = {name: functools.partial(f, **COEFFICIENTS[name]) for name, f in FUNCTIONS.items()}
 SHAPES = [
     (2, 16, 8),  # aligned
     (5, 7),  # no leading axis, odd
@@ -44,55 +28,41 @@ SHAPES = [
 ]
 
 
-def matrices(kernel, shape, dtype, seed=0):
+def reference(kernel):
+    return functools.partial(REFERENCES[kernel.split(",")[0]], **COEFFICIENTS[kernel])
+
+
+def matrices(kernel, shape, dtype):
     """Random matrices of norms near 1; for `ba_plus_caa` symmetric ones, square on the last
     side."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     if not kernel.startswith("ba_plus_caa"):
         return jnp.asarray(rng.standard_normal(shape) * max(shape[-2:]) ** -0.5, dtype)
     a = rng.standard_normal((*shape[:-2], shape[-1], shape[-1])) * (2 * shape[-1]) ** -0.5
-    return jnp.asarray(a + a.swapaxes(-1, -2), dtype)
+    return jnp.asarray(a + a.mT, dtype)
 
 
-def plain(kernel):
-    """The textbook in the inputs' own dtype, operation by operation."""
-    if kernel == "xxt":
-        return lambda a: jnp.matmul(a, a.swapaxes(-1, -2), precision="highest")
-    if kernel == "xtx":
-        return lambda a: jnp.matmul(a.swapaxes(-1, -2), a, precision="highest")
-
-    def polynomial(a):
-        b, c, d = (jnp.asarray(x, a.dtype) for x in (B, C, D if kernel == POLYNOMIAL else 0))
-        one = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-        return d * one + (b * a + c * jnp.matmul(a, a, precision="highest"))
-
-    return polynomial
+def textbook(kernel, a):
+    """In the dtype of a, operation by operation, in NumPy or JAX."""
+    if not COEFFICIENTS[kernel]:
+        return a @ a.mT if kernel == "xxt" else a.mT @ a
+    b, c, d = (np.asarray(x, a.dtype) for x in (B, C, D if kernel == POLYNOMIAL else 0))
+    return d * np.broadcast_to(np.eye(a.shape[-1], dtype=a.dtype), a.shape) + (b * a + c * (a @ a))
 
 
 def check_kernel(kernel, shape, dtype, gradient=True, **keywords):
     """Output and gradient, or the output alone."""
     a = matrices(kernel, shape, dtype)
-    function = functools.partial(FUNCTIONS[kernel], **keywords)
-    argnums = None if gradient else ()
-    out, _ = check(function, plain(kernel), REFERENCES[kernel], (a,), argnums=argnums)
-    out = np.asarray(out, np.float32)
-    assert np.array_equal(out, out.swapaxes(-1, -2))
+    f, plain = functools.partial(FUNCTIONS[kernel], **keywords), functools.partial(textbook, kernel)
+    out, _ = check(f, plain, reference(kernel), (a,), argnums=None if gradient else ())
+    np.testing.assert_array_equal(np.float32(out), np.float32(out).mT)
 
 
 @pytest.mark.parametrize("kernel", FUNCTIONS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reference_is_the_definition(kernel, shape):
     a = matrices(kernel, shape, jnp.bfloat16)
-    x = np.asarray(a, np.float64)
-    exact = {
-        "xxt": lambda: np.einsum("...mk,...nk->...mn", x, x),
-        "xtx": lambda: np.einsum("...mk,...mn->...kn", x, x),
-        "ba_plus_caa": lambda: B * x + C * np.einsum("...mk,...kn->...mn", x, x),
-        POLYNOMIAL: lambda: (
-            D * np.eye(x.shape[-1]) + B * x + C * np.einsum("...mk,...kn->...mn", x, x)
-        ),
-    }[kernel]()
-    found = REFERENCES[kernel](a)
+    exact, found = textbook(kernel, np.asarray(a, np.float64)), reference(kernel)(a)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
 
@@ -103,25 +73,29 @@ def test_reference_is_the_definition(kernel, shape):
     ("shape", "dtype"),
     [
         *((shape, jnp.bfloat16) for shape in SHAPES),
-        (SHAPES[1], jnp.float32),
-        (SHAPES[1], jnp.float16),
+        *((SHAPES[1], dtype) for dtype in (jnp.float32, jnp.float16)),
     ],
 )
 def test_xla_output_and_gradient(kernel, shape, dtype):
     check_kernel(kernel, shape, dtype, implementation="xla", precision="highest")
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_gradient_of_the_coefficients(implementation, triton_on_cpu):
-    a = matrices("ba_plus_caa", (2, 6, 6), jnp.float16)
-    direction = jnp.cos(jnp.arange(72.0)).reshape(2, 6, 6)
+@pytest.mark.parametrize("kernel", FUNCTIONS)
+def test_numerics_are_precisions(kernel):
+    a, f = jnp.ones((4, 4)), FUNCTIONS[kernel]
 
-    def gradient(f):
-        loss = lambda b, c, d: jnp.vdot(f(a, b=b, c=c, d=d).astype(jnp.float32), direction)
-        return jax.grad(loss, (0, 1, 2))(*map(jnp.float32, (0.7, -1.1, 0.3)))
+    def traced(**how):
+        grad = jax.grad(lambda a: f(a, implementation="xla", **how).sum())
+        return str(jax.make_jaxpr(grad)(a))
 
-    found = gradient(functools.partial(ba_plus_caa, implementation=implementation))
-    np.testing.assert_allclose(found, gradient(ba_plus_caa_reference), rtol=2e-3)
+    for numerics, precision in (("fp32", "highest"), ("tf32", "high"), ("bf16", None)):
+        assert traced(numerics=numerics) == traced(precision=precision)
+    assert traced(numerics="fp32").count("HIGHEST") == 2 * traced(precision="highest").count(
+        "dot_g"
+    )
+    message = rf"{kernel.split(',')[0]}: expected numerics as one of \['fp32', 'tf32', 'bf16'\]"
+    refused(f, a, numerics="fp8", match=message)
+    refused(f, a, numerics="tf32", precision="highest", match="numerics or precision")
 
 
 # ------------------------------------------------------------------------------------------- Triton
@@ -207,10 +181,8 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
         assert seen.pop() == index
     a = matrices("xxt", (2, 65, 33), jnp.float16)
     for f in (xxt, xtx):
-        found, expected = (f(a, implementation=name) for name in ("triton", "xla"))
-        np.testing.assert_allclose(
-            *(np.float32(x) for x in (found, expected)), rtol=2e-3, atol=2e-3
-        )
+        found, expected = (np.float32(f(a, implementation=name)) for name in ("triton", "xla"))
+        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
 
 
 # ------------------------------------------------------------------------------- errors, choice
@@ -218,9 +190,8 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
 
 def test_errors():
     a = matrices("xxt", (2, 4, 3), jnp.bfloat16)
-    how = {"b": 1.0, "c": 1.0}
     message = r"ba_plus_caa: expected square matrices \(..., M, M\), got shape \(2, 4, 3\)"
-    refused(ba_plus_caa, a, **how, match=message)
+    refused(ba_plus_caa, a, b=1.0, c=1.0, match=message)
     message = r"expected scalars b, c and d, got shapes \(\), \(2,\)"
     refused(ba_plus_caa, a[:, :3], b=1.0, c=jnp.ones(2), match=message)
     refused(xxt, a[0, 0], match=r"xxt: expected .* \(..., M, K\) .* bfloat16 of shape \(3,\)")

@@ -17,6 +17,7 @@ mosaic, triton and xla are differentiable once, in reverse mode.
 
 import dataclasses
 import functools
+import importlib
 import math
 from typing import Literal
 
@@ -26,6 +27,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
 Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
@@ -35,6 +37,7 @@ def xxt(
     *,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
+    numerics: str | Numerics | None = None,
 ) -> Float[Array, "*batch M M"]:
     """Compute a aᵀ of each matrix.
 
@@ -44,15 +47,13 @@ def xxt(
             and second derivatives need "reference".
         precision: precision of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU
             is TF32).
+        numerics: "fp32", "tf32", "bf16", or a `pallas_kernels.gemm.Plain`. None: follows the dtype
+            and `precision`.
 
     Raises:
-        ValueError: wrong shape or dtype, or the named back end cannot run this call.
+        ValueError: wrong shape, dtype or numerics, or the named back end cannot run this call.
     """
-    _check("xxt", a)
-    backend = _dispatch.select("xxt", implementation, arrays=a, dtype=a.dtype, shape=a.shape)
-    if backend == "reference":
-        return xxt_reference(a).astype(a.dtype)
-    return _calls.differentiable("xxt", _xxt, a, backend, precision)
+    return _apply("xxt", a, [], implementation, precision, numerics)
 
 
 def xtx(
@@ -60,6 +61,7 @@ def xtx(
     *,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
+    numerics: str | Numerics | None = None,
 ) -> Float[Array, "*batch K K"]:
     """Compute aᵀ a of each matrix, without a transposed copy of `a`.
 
@@ -68,11 +70,7 @@ def xtx(
 
     The other arguments and the errors are as in `xxt`.
     """
-    _check("xtx", a)
-    backend = _dispatch.select("xtx", implementation, arrays=a, dtype=a.dtype, shape=a.shape)
-    if backend == "reference":
-        return xtx_reference(a).astype(a.dtype)
-    return _calls.differentiable("xtx", _xtx, a, backend, precision)
+    return _apply("xtx", a, [], implementation, precision, numerics)
 
 
 def ba_plus_caa(
@@ -83,6 +81,7 @@ def ba_plus_caa(
     d: float | Float[Array, ""] | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
+    numerics: str | Numerics | None = None,
 ) -> Float[Array, "*batch M M"]:
     """Compute b·a + c·a a of each symmetric matrix a, plus d on the diagonal; rounded once.
 
@@ -90,24 +89,35 @@ def ba_plus_caa(
         a: symmetric matrices; the result for others is undefined.
         b, c, d: coefficients, in fp32. With d the result is the polynomial d·1 + b·a + c·a².
         implementation: "auto", "mosaic", "triton", "xla" or "reference".
-        precision: as in `xxt`.
+        precision, numerics: as in `xxt`.
 
     Raises:
-        ValueError: `a` is not square, or the named back end cannot run this call.
+        ValueError: as in `xxt`; `a` is not square, or a coefficient is no scalar.
     """
-    _check("ba_plus_caa", a)
     bcd = [jnp.asarray(x, jnp.float32) for x in (b, c, d) if x is not None]
     if any(x.ndim for x in bcd):
         raise ValueError(
             "ba_plus_caa: expected scalars b, c and d, got shapes "
             f"{', '.join(str(x.shape) for x in bcd)}"
         )
-    backend = _dispatch.select(
-        "ba_plus_caa", implementation, arrays=(a, bcd), dtype=a.dtype, shape=a.shape
-    )
+    return _apply("ba_plus_caa", a, bcd, implementation, precision, numerics)
+
+
+def _apply(operation, a, bcd, implementation, precision, numerics):
+    if a.ndim < 2 or a.dtype not in _dispatch.DTYPES:
+        raise ValueError(
+            f"{operation}: expected matrices (..., M, K) in float32, bfloat16 or float16, got "
+            f"{a.dtype} of shape {a.shape}"
+        )
+    if bcd and a.shape[-1] != a.shape[-2]:
+        raise ValueError(f"{operation}: expected square matrices (..., M, M), got shape {a.shape}")
+    how = numerics_of(operation, numerics, precision)
+    facts = {"dtype": a.dtype, "shape": a.shape}
+    backend = _dispatch.select(operation, implementation, arrays=(a, bcd), **facts)
     if backend == "reference":
-        return ba_plus_caa_reference(a, **dict(zip("bcd", bcd, strict=False))).astype(a.dtype)
-    return _calls.differentiable("ba_plus_caa", _ba_plus_caa, a, jnp.stack(bcd), backend, precision)
+        return REFERENCES[operation](a, **dict(zip("bcd", bcd, strict=False))).astype(a.dtype)
+    options = Options(operation, backend, how.precision)
+    return _calls.differentiable(operation, _symmetric, a, jnp.stack(bcd) if bcd else None, options)
 
 
 # ------------------------------------------------------------------------------------------ choice
@@ -176,141 +186,92 @@ for _operation in ("xxt", "xtx", "ba_plus_caa"):
 
 def xxt_reference(a):
     """Compute a aᵀ in fp32 with true fp32 matmuls, for every dtype."""
-    return _matmul(
-        a.astype(jnp.float32), _transposed(a.astype(jnp.float32)), jax.lax.Precision.HIGHEST
-    )
+    return _in_fp32(a, a.mT)
 
 
 def xtx_reference(a):
     """Compute aᵀ a in fp32 with true fp32 matmuls, for every dtype."""
-    return _matmul(
-        _transposed(a.astype(jnp.float32)), a.astype(jnp.float32), jax.lax.Precision.HIGHEST
-    )
+    return _in_fp32(a.mT, a)
 
 
-def ba_plus_caa_reference(a, *, b, c, d=0.0):
+def ba_plus_caa_reference(a, *, b, c, d=None):
     """Compute b·a + c·a a + d·1 in fp32 with true fp32 matmuls, for every dtype."""
-    a = a.astype(jnp.float32)
-    return b * a + c * _matmul(a, a, jax.lax.Precision.HIGHEST) + d * _ones_on_the_diagonal(a)
+    return _polynomial(_in_fp32, a.astype(jnp.float32), b, c, d)
 
 
-# ---------------------------------------------------------------------------------------- gradients
+def _in_fp32(x, y):
+    x, y = x.astype(jnp.float32), y.astype(jnp.float32)
+    return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _xxt(a, backend, precision):
-    return _run(a, None, 2, backend, precision)
-
-
-def _xxt_forward(a, backend, precision):
-    return _xxt(a, backend, precision), a
-
-
-def _xxt_backward(backend, precision, a, g):
-    return (_matmul(g + _transposed(g), a, precision),)
-
-
-_xxt.defvjp(_xxt_forward, _xxt_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _xtx(a, backend, precision):
-    return _run(a, None, 1, backend, precision)
-
-
-def _xtx_forward(a, backend, precision):
-    return _xtx(a, backend, precision), a
-
-
-def _xtx_backward(backend, precision, a, g):
-    return (_matmul(a, g + _transposed(g), precision),)
-
-
-_xtx.defvjp(_xtx_forward, _xtx_backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _ba_plus_caa(a, bcd, backend, precision):
-    return _run(a, bcd, 2, backend, precision)
-
-
-def _ba_plus_caa_forward(a, bcd, backend, precision):
-    return _ba_plus_caa(a, bcd, backend, precision), (a, bcd)
-
-
-def _ba_plus_caa_backward(backend, precision, saved, g):
-    a, bcd = saved
-    matmul = functools.partial(_matmul, precision=precision, dtype=jnp.float32)
-    a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
-    da = bcd[0] * g32 + bcd[1] * (matmul(g, _transposed(a)) + matmul(_transposed(a), g))
-    # Under jit, XLA removes these gradients if the coefficients are constants.
-    dbcd = [
-        jnp.sum(g32 * a32),
-        jnp.sum(g32 * matmul(a, a)),
-        jnp.sum(g32 * _ones_on_the_diagonal(g32)),
-    ]
-    return da.astype(a.dtype), jnp.stack(dbcd[: len(bcd)])
-
-
-_ba_plus_caa.defvjp(_ba_plus_caa_forward, _ba_plus_caa_backward)
-
-
-# ---------------------------------------------------------------------------------------- back ends
-
-
-def _run(a, bcd, contract, backend, precision):
-    """Return a aᵀ (contract=2) or aᵀ a (contract=1).
-
-    With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
-    """
-    if backend == "xla" and bcd is not None:
-        out = bcd[0] * a.astype(jnp.float32) + bcd[1] * _matmul(a, a, precision, dtype=jnp.float32)
-        return (out if len(bcd) == 2 else out + bcd[2] * _ones_on_the_diagonal(out)).astype(a.dtype)
-    if backend == "xla":
-        x, y = (a, _transposed(a)) if contract == 2 else (_transposed(a), a)
-        return _matmul(x, y, precision)
-    a_BXY = a.reshape(-1, *a.shape[-2:])
-    name = "ba_plus_caa" if bcd is not None else "xxt" if contract == 2 else "xtx"
-    out_BMM = _kernel(name, backend, contract)(a_BXY, *([] if bcd is None else [bcd]))
-    return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
-
-
-@functools.cache
-def _kernel(operation, backend, contract):
-    """Return the kernel, cached: the kernel's jaxpr is lowered once for each shape."""
-    if backend == "mosaic":
-        from pallas_kernels.symmetric import mosaic as module
-    else:
-        from pallas_kernels.symmetric import triton as module
-
-    symmetric_matmul = jax.jit(module.symmetric_matmul, static_argnames="contract")
-
-    def kernel(a_BXY, bcd=None):
-        return symmetric_matmul(a_BXY, bcd, contract=contract)
-
-    return _calls.batched(operation, kernel, shared=int(operation == "ba_plus_caa"))
-
-
-def _matmul(x, y, precision, dtype=None):
-    return jnp.matmul(x, y, precision=precision, preferred_element_type=dtype)
+def _polynomial(matmul, a, b, c, d=None):
+    out = b * a.astype(jnp.float32) + c * matmul(a, a)
+    return out if d is None else out + d * _ones_on_the_diagonal(out)
 
 
 def _ones_on_the_diagonal(x):
     return jnp.broadcast_to(jnp.eye(x.shape[-1], dtype=x.dtype), x.shape)
 
 
-def _transposed(x):
-    return jnp.swapaxes(x, -1, -2)
+REFERENCES = {"xxt": xxt_reference, "xtx": xtx_reference, "ba_plus_caa": ba_plus_caa_reference}
 
 
-def _check(kernel, a):
-    if a.ndim < 2 or a.dtype not in _dispatch.DTYPES:
-        raise ValueError(
-            f"{kernel}: expected matrices (..., M, K) in float32, bfloat16 or float16, got "
-            f"{a.dtype} of shape {a.shape}"
-        )
-    if kernel == "ba_plus_caa" and a.shape[-1] != a.shape[-2]:
-        raise ValueError(f"ba_plus_caa: expected square matrices (..., M, M), got shape {a.shape}")
+# -------------------------------------------------------------------------- back ends and gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call."""
+
+    operation: str
+    backend: str
+    precision: jax.lax.PrecisionLike
+
+    def matmul(self, x, y, dtype=None):
+        """Return x y with XLA."""
+        return jnp.matmul(x, y, precision=self.precision, preferred_element_type=dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _symmetric(a, bcd, options):
+    """Return a aᵀ or aᵀ a; with `bcd`, b·a + c·a a, plus d on the diagonal if there is a d."""
+    if options.backend != "xla":
+        a_BXY = a.reshape(-1, *a.shape[-2:])
+        kernel = _kernel(options.operation, options.backend)
+        out_BMM = kernel(a_BXY) if bcd is None else kernel(a_BXY, bcd)
+        return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
+    if bcd is not None:
+        matmul = functools.partial(options.matmul, dtype=jnp.float32)
+        return _polynomial(matmul, a, *bcd).astype(a.dtype)
+    return options.matmul(*((a.mT, a) if options.operation == "xtx" else (a, a.mT)))
+
+
+@functools.cache
+def _kernel(operation, backend):
+    """Return the kernel, cached: the kernel's jaxpr is lowered once for each shape."""
+    module = importlib.import_module(f"pallas_kernels.symmetric.{backend}")
+    kernel = jax.jit(functools.partial(module.symmetric_matmul, transposed=operation == "xtx"))
+    return _calls.batched(operation, kernel, shared=int(operation == "ba_plus_caa"))
+
+
+def _forward(a, bcd, options):
+    return _symmetric(a, bcd, options), (a, bcd)
+
+
+def _backward(options, saved, g):
+    a, bcd = saved
+    if bcd is None:
+        both = g + g.mT
+        return options.matmul(*((a, both) if options.operation == "xtx" else (both, a))), None
+    matmul = functools.partial(options.matmul, dtype=jnp.float32)
+    a32, g32 = a.astype(jnp.float32), g.astype(jnp.float32)
+    da = bcd[0] * g32 + bcd[1] * (matmul(g, a.mT) + matmul(a.mT, g))
+    # Under jit, XLA removes these gradients if the coefficients are constants.
+    derivatives = (a32, matmul(a, a), _ones_on_the_diagonal(g32))[: len(bcd)]
+    return da.astype(a.dtype), jnp.stack([jnp.sum(g32 * x) for x in derivatives])
+
+
+_symmetric.defvjp(_forward, _backward)
 
 
 # ----------------------------------------------------------------------------------------- examples
@@ -338,12 +299,7 @@ def _ba_plus_caa_example(rows, dtype):
     """Two symmetric matrices, with all three coefficients."""
 
     def polynomial(f):
-        def call(a, **how):
-            a = (a + jnp.swapaxes(a, -1, -2)) * 0.05
-            return f(a, b=-1.5, c=0.7, d=0.3, **how)
+        return lambda a, **how: f((a + a.mT) * 0.05, b=-1.5, c=0.7, d=0.3, **how)
 
-        return call
-
-    return _example(
-        polynomial(ba_plus_caa), polynomial(ba_plus_caa_reference), dtype, (2, 256, 256)
-    )
+    call, reference = polynomial(ba_plus_caa), polynomial(ba_plus_caa_reference)
+    return _example(call, reference, dtype, (2, 256, 256))

@@ -67,40 +67,37 @@ class Scratch(NamedTuple):
     empty: Any
 
 
-def symmetric_matmul(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) -> jax.Array:
-    """Return a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix.
+def symmetric_matmul(
+    a_BXY: jax.Array, bcd: jax.Array | None = None, *, transposed: bool
+) -> jax.Array:
+    """Return a aᵀ of each matrix, or aᵀ a if `transposed`.
 
     With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if `bcd` has three numbers.
 
     Args:
         a_BXY: bf16 or fp16, X and Y multiples of 64, as Mosaic's swizzled tiles require. Half of a
             last tile may be out of bounds: TMA loads zeros there, and stores nothing.
-        bcd: two or three fp32 numbers, or None; only with contract=2.
+        bcd: two or three fp32 numbers, or None; not if `transposed`.
     """
     batch, *sides = a_BXY.shape
-    m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
-    scaled = bcd is not None
-    slices = pl.cdiv(k, DEPTH)
+    k, m = sides if transposed else sides[::-1]
     table = schedule(pl.cdiv(m, TILE))
     total = batch * len(table)
     blocks = min(_mosaic.num_sms(), total)
-    dtype = a_BXY.dtype
 
-    def kernel(a_gmem, table_gmem, *refs):
-        bcd_gmem, out_gmem, scratch = refs if scaled else (None, *refs)
+    def kernel(a, table_gmem, *refs):
+        *coefficients, out, scratch = refs
         me, first = lax.axis_index("warpgroup"), lax.axis_index("block")
         block = _Block(
-            contract=contract,
-            slices=slices,
-            scaled=scaled,
-            shifted=scaled and len(bcd) == 3,
+            transposed=transposed,
+            slices=pl.cdiv(k, DEPTH),
+            coefficients=0 if bcd is None else len(bcd),
             table_items=len(table),
             blocks=blocks,
-            dtype=dtype,
-            a=a_gmem,
+            a=a,
             table=table_gmem,
-            bcd=bcd_gmem,
-            out=out_gmem,
+            bcd=coefficients[0] if coefficients else None,
+            out=out,
             scratch=scratch,
             ring=Ring(STAGES, scratch.full, scratch.empty),
             me=me,
@@ -110,7 +107,8 @@ def symmetric_matmul(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) 
         pl.when(me == MULTIPLIERS)(block.load)
         pl.when(me < MULTIPLIERS)(block.multiply)
 
-    operands = (STAGES, 3 * TILE, DEPTH) if contract == 2 else (STAGES, 3, DEPTH, TILE)
+    dtype = a_BXY.dtype
+    operands = (STAGES, 3, DEPTH, TILE) if transposed else (STAGES, 3 * TILE, DEPTH)
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, m, m), dtype),
@@ -128,7 +126,7 @@ def symmetric_matmul(a_BXY: jax.Array, bcd: jax.Array | None, *, contract: int) 
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
     )
-    return run(a_BXY, jnp.asarray(table), *([bcd] if scaled else []))
+    return run(a_BXY, jnp.asarray(table), *([] if bcd is None else [bcd]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,20 +135,18 @@ class _Block:
 
     Attributes:
         slices: number of slices of the contraction, each DEPTH wide.
-        scaled, shifted: whether b·a is added, and d.
+        coefficients: 0; 2: b·a is added; 3: and d on the diagonal.
         table_items: number of work items of one matrix.
         blocks: number of thread blocks of the grid.
         me, first: index of the warpgroup and of the thread block.
         items: number of work items of this thread block.
     """
 
-    contract: int
+    transposed: bool
     slices: int
-    scaled: bool
-    shifted: bool
+    coefficients: int
     table_items: int
     blocks: int
-    dtype: Any
     a: Any
     table: Any
     bcd: Any
@@ -163,9 +159,9 @@ class _Block:
 
     @property
     def steps(self) -> int:
-        """Return the number of fills of the ring for one work item. For b·a, the part of a at the
-        position of the result follows the operands through the same slots, in two fills."""
-        return self.slices + 2 * self.scaled
+        """Number of fills of the ring for one work item. For b·a, the part of a at the position of
+        the result follows the operands through the same slots, in two fills."""
+        return self.slices + (2 if self.coefficients else 0)
 
     def item(self, i):
         """Return work item i of this thread block: matrix, s, p, q, place of s."""
@@ -181,13 +177,12 @@ class _Block:
     def load(self) -> None:
         """Load the operands of all work items."""
         plgpu.set_max_registers(40, action="decrease")
-        contract, ring = self.contract, self.ring
+        ring = self.ring
 
-        def place_of(slot, place):
-            operands = self.scratch.operands
-            if contract == 2:
-                return operands.at[slot, pl.ds(place * TILE, TILE)]
-            return operands.at[slot, place]
+        def copy(source, slot, place):
+            where = place if self.transposed else pl.ds(place * TILE, TILE)
+            target = self.scratch.operands.at[slot, where]
+            plgpu.copy_gmem_to_smem(self.a.at[source], target, ring.full.at[slot])
 
         @pl.loop(0, self.items)
         def _(i):
@@ -201,22 +196,20 @@ class _Block:
 
                 def load(tile, place):
                     rows, inner = pl.ds(tile * TILE, TILE), pl.ds(step * DEPTH, DEPTH)
-                    source = self.a.at[(b, rows, inner) if contract == 2 else (b, inner, rows)]
-                    plgpu.copy_gmem_to_smem(source, place_of(slot, place), ring.full.at[slot])
+                    copy((b, inner, rows) if self.transposed else (b, rows, inner), slot, place)
 
                 load(p, 0)
                 load(jnp.where(q < 0, p, q), 1)
                 pl.when(where == 2)(lambda: load(s, 2))
                 pl.when(where != 2)(lambda: plgpu.barrier_arrive(ring.full.at[slot]))
 
-            for half in range(2 * self.scaled):
+            for half in range(self.steps - self.slices):
                 done = i * self.steps + self.slices + half
                 slot = ring.slot(done)
                 ring.wait_empty(done)
                 for place in range(2):
                     span = pl.ds(self.columns(p, q, 2 * half + place), HALF)
-                    source = self.a.at[b, pl.ds(s * TILE, TILE), span]
-                    plgpu.copy_gmem_to_smem(source, place_of(slot, place), ring.full.at[slot])
+                    copy((b, pl.ds(s * TILE, TILE), span), slot, place)
                 plgpu.barrier_arrive(ring.full.at[slot])
 
         ring.drain_unrolled(self.items * self.steps)
@@ -235,12 +228,12 @@ class _Block:
             self.ring.release(self.ring.slot(i * self.steps + self.slices - 1))
             for j in range(4):
                 part = sums[:, j * HALF : (j + 1) * HALF]
-                if self.scaled:
+                if self.coefficients:
                     part = self.add_scaled(part, i, j)
-                if self.shifted:
+                if self.coefficients == 3:
                     part = self.add_diagonal(part, s, p, q, j)
                 column = self.columns(p, q, j)
-                self.store(b, s, p if j < 2 else q, column, part.astype(self.dtype))
+                self.store(b, s, p if j < 2 else q, column, part.astype(self.out.dtype))
 
         plgpu.wait_smem_to_gmem(0)
 
@@ -253,15 +246,15 @@ class _Block:
             done = i * self.steps + step
             slot = self.ring.slot(done)
             self.ring.wait_full(slot)
-            if self.contract == 2:
-                left = operands.at[slot, pl.ds(where * TILE + me * HALF, HALF)]
-                plgpu.wgmma(acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-            else:
+            if self.transposed:
                 left = operands.at[slot, where, :, pl.ds(me * HALF, HALF)].transpose((1, 0))
                 plgpu.wgmma(acc.at[:, pl.ds(0, TILE)], left, operands.at[slot, 0])
                 plgpu.wgmma(acc.at[:, pl.ds(TILE, TILE)], left, operands.at[slot, 1])
                 plgpu.wgmma_wait(2)
+            else:
+                left = operands.at[slot, pl.ds(where * TILE + me * HALF, HALF)]
+                plgpu.wgmma(acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
 
             # The matmuls of the previous slice are complete.
             @pl.when(step > 0)

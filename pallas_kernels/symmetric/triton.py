@@ -94,41 +94,28 @@ def _tile(
 
 
 def symmetric_matmul(
-    a_BXY: jax.Array,
-    bcd: jax.Array | None,
-    *,
-    contract: int,
-    tile: int | None = None,
-    block_k: int | None = None,
-    num_warps: int | None = None,
-    num_stages: int | None = None,
+    a_BXY: jax.Array, bcd: jax.Array | None = None, *, transposed: bool
 ) -> jax.Array:
-    """Return a aᵀ (contract=2) or aᵀ a (contract=1) of each matrix.
+    """Return a aᵀ of each matrix, or aᵀ a if `transposed`.
 
     With `bcd`, return b·a + c·a aᵀ, plus d on the diagonal if there are three coefficients.
     """
     batch, *sides = a_BXY.shape
+    k, m = sides if transposed else sides[::-1]
     # Rows that are not aligned to 16 bytes are loaded by elements, with one pointer per element:
     # large tiles of such rows spill registers.
-    defaults = (128, 64, 8, 3) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4, 3)
-    given = (tile, block_k, num_warps, num_stages)
-    tile, block_k, num_warps, num_stages = (
-        d if g is None else g for d, g in zip(defaults, given, strict=True)
-    )
-    m, k = (sides[0], sides[1]) if contract == 2 else (sides[1], sides[0])
+    tile, block_k, num_warps = (128, 64, 8) if a_BXY.shape[2] % 8 == 0 else (64, 32, 4)
     n = triton.cdiv(m, tile)
     (out_BMM,) = _triton.call(
         _tile,
         a_BXY,
-        # The kernel does not read this pointer without coefficients.
-        a_BXY if bcd is None else bcd,
+        bcd,
         out=[jax.ShapeDtypeStruct((batch, m, m), a_BXY.dtype)],
         grid=(batch * n * (n + 1) // 2,),
         num_warps=num_warps,
-        num_stages=num_stages,
         m=m,
         k=k,
-        TRANSPOSED=contract == 1,
+        TRANSPOSED=transposed,
         COEFFICIENTS=0 if bcd is None else len(bcd),
         TILE=tile,
         BLOCK_K=block_k,
