@@ -23,7 +23,7 @@ from kernel_tools import triton_kernels
 from ptx_tools import to_tf32
 from reference.torch_gpt2 import rms
 
-from pallas_kernels import flash_attention, flash_attention_qkv
+from pallas_kernels import flash_attention_qkv
 
 FP32, FP16 = jnp.float32, jnp.float16
 TF32 = {"precision": None, "multiply": tf32_matmul}
@@ -31,13 +31,14 @@ TF32 = {"precision": None, "multiply": tf32_matmul}
 RMS = {"norms": (rms,)}
 
 
-def set_tiles(monkeypatch, m, n, backward="split"):
+def set_tiles(monkeypatch, m, n):
     """Blocks so small that a few rows make several of them."""
     from pallas_kernels.attention import triton
 
-    tile = {"M": m, "N": n, "rows": 100, "num_warps": 4, "num_stages": 2}
-    entry = {"backward": backward, "precision": "ieee", **dict.fromkeys(triton.PASSES, tile)}
+    tile = {"M": m, "N": n, "num_warps": 4, "num_stages": 2}
+    entry = {"precision": "ieee", **dict.fromkeys(triton.PASSES, tile)}
     monkeypatch.setattr(triton, "tuning", lambda *_: entry)
+    monkeypatch.setattr(triton, "ROWS_TOGETHER", 100)
 
 
 def check_triton(shape, dtype=FP32, **how):
@@ -46,7 +47,7 @@ def check_triton(shape, dtype=FP32, **how):
 
 # ------------------------------------------------------------------------------------------ numbers
 
-SPLIT, FUSED = (16, 16, "split"), (16, 16, "fused")
+SMALL = (16, 16)
 MASKS = [
     {"causal": False},
     {"window": 1},
@@ -58,7 +59,7 @@ MASKS = [
 ]
 CASES = [
     *(
-        (shape, dtype, SPLIT, {})
+        (shape, dtype, SMALL, {})
         for dtype in (FP32, FP16)
         for shape in (
             (2, 64, 2, 2, 16),  # whole blocks
@@ -66,29 +67,18 @@ CASES = [
             (1, 33, 2, 2, 20),  # one row into a new block, a head dimension of no power of two
         )
     ),
-    ((1, 1, 1, 1, 1), FP32, SPLIT, {}),  # one key: the output is v
-    ((1, 150, 2, 1, 16), FP32, SPLIT, {}),  # many blocks, and a part of one
+    ((1, 1, 1, 1, 1), FP32, SMALL, {}),  # one key: the output is v
+    ((1, 150, 2, 1, 16), FP32, SMALL, {}),  # many blocks, and a part of one
     # The tiles of the file.
     ((1, 70, 1, 1, 8), FP32, None, {}),
     ((1, 300, 1, 1, 64), FP16, None, {}),
     # Every head dimension, grouped heads, packed ones.
-    *(
-        ((1, 50, 1, 1, d), FP16, (32, 32, backward), {})
-        for backward in ("split", "fused")
-        for d in (5, 64, 80, 128)
-    ),
-    *(
-        (shape, dtype, tiles, how)
-        for tiles in (SPLIT, FUSED)
-        for shape, dtype, how in (
-            ((2, 40, 4, 2, 8), FP32, {"window": 30}),
-            ((1, 32, 3, 1, 16), FP16, {}),
-        )
-    ),
+    *(((1, 50, 1, 1, d), FP16, (32, 32), {}) for d in (5, 64, 80, 128)),
+    ((2, 40, 4, 2, 8), FP32, SMALL, {"window": 30}),
+    ((1, 32, 3, 1, 16), FP16, SMALL, {}),
     # Contiguous documents, and shuffled ids.
     *(
-        ((2, 75, 1, 1, 8), FP32, tiles, how | segments((2, 75), 4, seed) | {"seed": seed})
-        for tiles in (SPLIT, FUSED)
+        ((2, 75, 1, 1, 8), FP32, SMALL, how | segments((2, 75), 4, seed) | {"seed": seed})
         for seed in (0, 1)
         for how in ({"window": 20}, {"causal": False})
     ),
@@ -103,20 +93,17 @@ def test_output_and_gradients(shape, dtype, tiles, how, triton_on_cpu, monkeypat
 
 
 @pytest.mark.parametrize("how", MASKS, ids=str)
-@pytest.mark.parametrize("backward", ["split", "fused"])
-def test_masks_over_every_kind_of_block(backward, how, triton_on_cpu, monkeypatch):
+def test_masks_over_every_kind_of_block(how, triton_on_cpu, monkeypatch):
     """107 rows end inside a block, 128 with one; blocks are tall, and wide."""
-    set_tiles(monkeypatch, 16, 32, backward)
+    set_tiles(monkeypatch, 16, 32)
     check_triton((1, 107, 1, 1, 8), **how)
-    set_tiles(monkeypatch, 32, 16, backward)
+    set_tiles(monkeypatch, 32, 16)
     check_triton((1, 128 if "scale" not in how else 107, 1, 1, 16), **how)
 
 
-@pytest.mark.parametrize(
-    "shape, backward", [((2, 48, 3, 3, 16), "split"), ((1, 35, 2, 2, 5), "fused")], ids=str
-)
-def test_packed_is_unpacked(shape, backward, triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16, backward)
+@pytest.mark.parametrize("shape", [(2, 48, 3, 3, 16), (1, 35, 2, 2, 5)], ids=str)
+def test_packed_is_unpacked(shape, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
     how = segments(shape, 3)
     found = [check("triton", shape, FP16, packed=packed, **how) for packed in (True, False)]
     for one, other in zip(*found, strict=True):
@@ -159,18 +146,16 @@ def tensor_cores(triton_on_cpu, monkeypatch):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("backward", ["split", "fused"])
-def test_tf32(shape, how, backward, tensor_cores, monkeypatch):
+def test_tf32(shape, how, tensor_cores, monkeypatch):
     """Without rounding to nearest errors are three times as large."""
-    if shape[4] < 64 or backward == "fused":  # else the tiles of the file
-        set_tiles(monkeypatch, 16, 32, backward)
+    if shape[4] < 64:  # else the tiles of the file
+        set_tiles(monkeypatch, 16, 32)
     check_triton(shape, **TF32, **how)
 
 
-@pytest.mark.parametrize("backward", ["split", "fused"])
-def test_tf32_is_not_too_small(backward, tensor_cores, monkeypatch):
+def test_tf32_is_not_too_small(tensor_cores, monkeypatch):
     """One operand that is cut off and not rounded makes a product smaller by 2^−11.5 on average."""
-    set_tiles(monkeypatch, 32, 32, backward)
+    set_tiles(monkeypatch, 32, 32)
     args, directions = inputs((1, 150, 2, 2, 64), FP32)
     found = results(call("triton"), args, directions)
     for name, ours, true in zip(NAMES, found, plain_and_exact(args, directions)[1], strict=True):
@@ -244,14 +229,10 @@ def test_not_a_number_stays_so_in_tf32(bits, on_gpu, request, monkeypatch):
 # the interpreter's, about the other sequences
 @pytest.mark.filterwarnings("ignore:All-NaN slice encountered")
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(
-    "how, backward",
-    [({}, "split"), ({"causal": False}, "split"), ({"window": 12}, "split"), ({}, "fused")],
-    ids=str,
-)
-def test_nothing_leaks_from_the_next_sequence(how, backward, packed, triton_on_cpu, monkeypatch):
+@pytest.mark.parametrize("how", [{}, {"causal": False}, {"window": 12}], ids=str)
+def test_nothing_leaks_from_the_next_sequence(how, packed, triton_on_cpu, monkeypatch):
     """What lies behind row T is the next sequence; here all of it is NaN, or infinite."""
-    set_tiles(monkeypatch, 32, 16, backward)
+    set_tiles(monkeypatch, 32, 16)
     args, (dout, dlse) = inputs((3, 37, 1, 1, 5), jnp.float32)
     bad = jnp.asarray([1, np.nan, np.inf], jnp.float32)[:, None, None, None]
     f = call("triton", packed=packed, precision="highest", **how)
@@ -272,12 +253,11 @@ def test_blocks_outside_the_window_are_not_read(triton_on_cpu, monkeypatch):
         np.testing.assert_array_equal(*(np.take(x, range(64, 96), axis) for x in (one, other)))
 
 
-@pytest.mark.parametrize("backward", ["split", "fused"])
 @pytest.mark.parametrize("causal", [True, False])
-def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monkeypatch):
+def test_scores_far_below_those_of_no_key(causal, triton_on_cpu, monkeypatch):
     """Rows from T on are read as zeros: their scores of 0 are e^280 times as heavy as those of the
     keys that there are."""
-    set_tiles(monkeypatch, 16, 32, backward)
+    set_tiles(monkeypatch, 16, 32)
     (q, k, v), directions = inputs((1, 37, 1, 1, 8), jnp.float32)
     args = (10 + 0.01 * q, -10 + 0.01 * k, v)
     f = call("triton", causal=causal, precision="highest")
@@ -287,11 +267,6 @@ def test_scores_far_below_those_of_no_key(causal, backward, triton_on_cpu, monke
 
 
 # -------------------------------------------------------------------------- tiles, compiled kernels
-
-
-def gradients(deterministic=False, **how):
-    f = functools.partial(flash_attention, implementation="triton", deterministic=deterministic)
-    return jax.grad(lambda *qkv: f(*qkv, **how).astype(FP32).sum(), (0, 1, 2))
 
 
 def packed_gradients(**how):
@@ -304,25 +279,14 @@ def test_groups_of_heads_are_even():
     others."""
     from pallas_kernels.attention import triton
 
-    tile = {"M": 64, "N": 64, "rows": 32768, "num_warps": 4, "num_stages": 3}
+    tile = {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3}
     for heads, t, together in (
         *((48, 1024, 24), (384, 1024, 32), (33, 1024, 17), (5, 1024, 5), (1, 1024, 1)),
         *((3, 40_000, 1), (768, 700, 46)),
     ):
         found = triton._launched(tile, t, heads)
-        assert found == {"M": 64, "N": 64, "num_warps": 4, "num_stages": 3, "TOGETHER": together}
+        assert found == tile | {"TOGETHER": together}
         assert -(-heads // together) == -(-heads // max(1, 32768 // t))
-
-
-def test_deterministic_is_split(monkeypatch):
-    """The names are the only thing that a CPU can tell apart: its interpreter adds in one order."""
-    set_tiles(monkeypatch, 64, 64, "fused")
-    x = jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.bfloat16)
-    names = lambda deterministic: [
-        k.name for k in triton_kernels(gradients(deterministic), x, x, x)
-    ]
-    assert names(True) == ["forward_kernel", "delta_kernel", "dkv_kernel", "dq_kernel"]
-    assert names(False) == ["forward_kernel", "delta_kernel", "dkv_kernel", "convert_kernel"]
 
 
 def test_tiles_of_every_gpu():
@@ -356,7 +320,6 @@ def test_errors_of_tiles():
     for change, message in [
         ({"dq": {"M": 48}}, "M and N of 'dq' are powers of two from 16 on, not {'M': 48"),
         ({"precision": "tf32"}, "'precision' is 'ieee' or 'tf32x3', not 'tf32'"),
-        ({"backward": "both"}, "'backward' is 'split' or 'fused', not 'both'"),
     ]:
         tiles = copy.deepcopy(triton._tiles())
         entry = tiles["9.0"]["fp32"]["64"]
@@ -446,18 +409,9 @@ def test_on_the_gpu(shape, dtype, how):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backward", ["split", "fused"])
-@pytest.mark.parametrize(
-    "dtype, how", [(BF16, {}), (FP32, TF32), (FP32, {})], ids=["bf16", "tf32", "fp32"]
-)
-def test_both_forms_of_the_backward_pass_on_the_gpu(dtype, how, backward, monkeypatch):
-    from pallas_kernels.attention import triton
-
-    tuning = triton.tuning
-    monkeypatch.setattr(triton, "tuning", lambda *where: tuning(*where) | {"backward": backward})
-    found = [check_triton((2, 500, 2, 2, 64), dtype, packed=p, **how) for p in (False, True)]
-    if backward == "split" and dtype == BF16:
-        jax.tree.map(np.testing.assert_array_equal, *found)
+def test_packed_is_unpacked_on_the_gpu():
+    found = [check_triton((2, 500, 2, 2, 64), BF16, packed=packed) for packed in (False, True)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.mark.gpu
@@ -465,7 +419,7 @@ def test_more_than_2_to_the_31_numbers():
     """The last sequence of many that are equal has the output and the gradient of the first."""
     qkv = jax.random.normal(jax.random.key(0), (1, 1024, 3, 12, 64), jnp.bfloat16)
     batch = 2**31 // qkv.size + 2
-    f = lambda qkv: flash_attention_qkv(qkv, implementation="triton", deterministic=True)
+    f = lambda qkv: flash_attention_qkv(qkv, implementation="triton")
     gradient = jax.jit(lambda qkv: jax.vjp(f, qkv)[1](qkv[:, :, 0])[0])
     many = gradient(jnp.broadcast_to(qkv, (batch, *qkv.shape[1:])))
     np.testing.assert_array_equal(many[-1], gradient(qkv)[0])
@@ -476,7 +430,6 @@ def test_the_gradient_of_a_packed_projection_is_not_copied():
     """dk, dv and dq go into one array: beside it and what attention saves there is no other of its
     size."""
     shape = jax.ShapeDtypeStruct((8, 1024, 3, 12, 64), jnp.bfloat16)
-    f = lambda qkv: packed_gradients(deterministic=True)(qkv)
-    compiled = jax.jit(f).lower(shape).compile()
+    compiled = jax.jit(packed_gradients()).lower(shape).compile()
     out_and_its_gradient = 2 * 8 * 1024 * 12 * 64 * 2
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * out_and_its_gradient

@@ -38,8 +38,8 @@ class Options:
     """Search for faster tiles of flash attention on this GPU."""
 
     back_end: Literal["mosaic", "triton"]
-    kernel: Literal["forward", "backward", "dkv", "dq", "fused"]
-    """mosaic has forward and backward; triton forward, dkv and dq (split), and fused."""
+    kernel: Literal["forward", "backward", "dkv", "dq"]
+    """mosaic has forward and backward; triton has forward, dkv and dq."""
     shape: tuple[int, int, int, int] = (64, 1024, 12, 64)
     """Batch, time, heads, head dimension."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
@@ -134,24 +134,18 @@ def triton(o: Options) -> Space:
             "forward": (tile["M"], 2 * tile["N"]),
             "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
             "dkv": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
-            "fused": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
         }[o.kernel]
         needed = padded * size * (kept + flying * max(1, tile["num_stages"] - 1))
         if needed > shared_kb * 1024:
             return f"{needed} bytes of shared memory are needed, and there are {shared_kb} KB"
-        rows = tile["N"] if o.kernel in ("dkv", "fused") else tile["M"]
-        accumulators = {"forward": 1, "dq": 1, "dkv": 2, "fused": 3}[o.kernel] * rows * padded
+        rows = tile["N"] if o.kernel == "dkv" else tile["M"]
+        accumulators = {"forward": 1, "dq": 1, "dkv": 2}[o.kernel] * rows * padded
         scores = (1.5 if o.kernel == "forward" else 2.5) * tile["M"] * tile["N"]
         registers = (accumulators + scores) / (32 * tile["num_warps"])
         return f"about {registers:.0f} registers a thread are needed" if registers > 230 else None
 
     def run(tile):
-        form = (
-            {}
-            if o.kernel == "forward"
-            else {"backward": "fused" if o.kernel == "fused" else "split"}
-        )
-        return _run(o, triton, entry | form | {o.kernel: tile})
+        return _run(o, triton, entry | {o.kernel: tile})
 
     def write(tile):
         path = FOLDER / "triton_tiles.json"
@@ -169,7 +163,6 @@ def triton(o: Options) -> Space:
     values = {
         "M": (16, 32, 64, 128, 256),
         "N": (16, 32, 64, 128, 256),
-        "rows": (8192, 32768, 131072),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),
     }
@@ -308,7 +301,7 @@ def main(args: list[str] | None = None) -> int:
         print(f"error: mosaic has forward and backward, not {o.kernel}", file=sys.stderr)
         return 1
     if o.back_end == "triton" and o.kernel == "backward":
-        print("error: triton's backward pass is tuned as dkv, dq and fused", file=sys.stderr)
+        print("error: triton's backward pass is tuned as dkv and dq", file=sys.stderr)
         return 1
     try:
         extend.select(

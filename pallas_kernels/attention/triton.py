@@ -6,12 +6,9 @@ Forward: a program processes a block of queries, loops over blocks of keys, and 
 and the sum of the softmax for each block of keys. Blocks of keys that no query sees are skipped. A
 tile is masked only if one of the queries does not see one of the keys.
 
-Backward:
-    split: one kernel loops over the queries that see a block of keys and computes dK and dV.
-        Another loops over the keys of a block of queries and computes dQ. Seven matmuls. Every
-        output is written once, so two runs are equal bit for bit.
-    fused: the first kernel also computes the parts of dQ and adds the parts to an fp32 array by
-        atomics, in any order. A small kernel converts the sums. Five matmuls.
+Backward: one kernel loops over the queries that see a block of keys and computes dK and dV. Another
+loops over the keys of a block of queries and computes dQ. Every output is written once, so two runs
+are equal bit for bit.
 
 In TF32 rounded copies of q, k, v and dO are computed first: "straight" (B·T·H·D) and "transposed"
 (B·H·D·T′). See triton_tf32.py. The kernels are in triton_kernels.py.
@@ -29,12 +26,8 @@ triton_tiles.json contains the tiles:
     {compute capability: {
         "shared_kb": shared memory that a program can have on this GPU,
         "16" (bf16, fp16) | "tf32" | "fp32": {largest P of the entry: {
-            "backward": "split" | "fused",
             "precision": "ieee" | "tf32x3" (in "fp32" only; `input_precision` of tl.dot),
-            "forward" | "dkv" | "dq" | "fused": {"M", "N", "rows", "num_warps", "num_stages"}}}}}
-
-Heads with at most "rows" rows in total run concurrently, so that the inputs of these heads stay in
-the L2 cache. The longest blocks of these heads start first.
+            "forward" | "dkv" | "dq": {"M", "N", "num_warps", "num_stages"}}}}}
 """
 
 import functools
@@ -47,20 +40,18 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.attention.triton_kernels import (
-    convert_kernel,
-    dkv_kernel,
-    dq_kernel,
-    forward_kernel,
-)
+from pallas_kernels.attention.triton_kernels import dkv_kernel, dq_kernel, forward_kernel
 from pallas_kernels.attention.triton_passes import delta
 from pallas_kernels.attention.triton_rows import padded
 from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dout
 
 # KB of shared memory per thread block (CTA); 99 on every other GPU.
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-PASSES = ("forward", "dkv", "dq", "fused")
-TILE = ("M", "N", "rows", "num_warps", "num_stages")
+PASSES = ("forward", "dkv", "dq")
+TILE = ("M", "N", "num_warps", "num_stages")
+ROWS_TOGETHER = 32768
+"""Heads with at most as many rows in total run concurrently, so that the inputs of these heads stay
+in the L2 cache. The longest blocks of these heads start first."""
 
 
 def forward(operands, bounds, *, causal, scale, window, deterministic, true_fp32, tiles=None):
@@ -71,7 +62,7 @@ def forward(operands, bounds, *, causal, scale, window, deterministic, true_fp32
         bounds: `Documents`, or None.
         window: number of keys that a causal query sees, or None. With documents `window` is None:
             the bounds include the window.
-        deterministic: ignored; the forward pass is always deterministic.
+        deterministic: ignored: both passes are deterministic.
         true_fp32: use true fp32 matmuls for fp32 operands, not TF32.
         tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
 
@@ -119,24 +110,21 @@ def backward(
     """Compute the gradients of the operands, as a tuple of the same structure.
 
     Args:
-        operands, bounds, causal, scale, window, true_fp32: as in `forward`.
+        operands, bounds, causal, scale, window, deterministic, true_fp32: as in `forward`.
         out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
-        deterministic: use the split form, even if the tiles select "fused".
-        tiles: as in `forward`; only "backward" and the kernels of the selected form are needed.
+        tiles: as in `forward`; only "dkv" and "dq" are needed.
     """
     tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
     shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
     b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
-    fused = tiles["backward"] == "fused" and not deterministic
+    tile = tiles["dkv"]
     q, k, v, ends = _inputs(operands, bounds)
-
-    tile = tiles["fused" if fused else "dkv"]
     q_transposed = dout_transposed = k_transposed = q
     if tf32:
-        blocks = {"q": tile["M"]} if fused else {"q": tile["M"], "k": tiles["dq"]["N"]}
+        blocks = {"q": tile["M"], "k": tiles["dq"]["N"]}
         (q, k, v), (q_transposed, k_transposed, _) = tf32_copies(
             q, k, v, shape, straight="qkv", transposed=blocks
         )
@@ -149,58 +137,42 @@ def backward(
     if dlse_BHT is not None:
         delta_BHT = delta_BHT - dlse_BHT
     inputs = (q, k, v, *ends, dout_BTHD, lse_BHT, delta_BHT)
+    like_dkv = [jax.ShapeDtypeStruct((b, t, key_heads, d), dtype)] * 2
     if packed:
-        like_dkv = [
-            jax.ShapeDtypeStruct(operands[0].shape, dtype),
-            jax.ShapeDtypeStruct((1,), dtype),
-        ]
-    else:
-        like_dkv = [jax.ShapeDtypeStruct((b, t, key_heads, d), dtype)] * 2
-    *sums_BHTD, dk, dv = _triton.call(
+        # dk is all of dqkv; dq is stored in the first part of dqkv.
+        like_dkv = [jax.ShapeDtypeStruct(x, dtype) for x in (operands[0].shape, (1,))]
+    dk, dv = _triton.call(
         dkv_kernel,
-        *inputs,
-        q_transposed,
-        dout_transposed,
-        jnp.zeros((b, h, t, d), jnp.float32) if fused else delta_BHT,
+        *(*inputs, q_transposed, dout_transposed),
         out=like_dkv,
-        in_place=(len(inputs) + 2,) if fused else (),
         grid=(triton.cdiv(t, tile["N"]) * b * key_heads,),
-        FUSED=fused,
         PACKED=packed,
         **shape,
         **_launched(tile, t, b * key_heads),
     )
-
-    kernel, inputs, constants = (
+    inputs = (*inputs, k_transposed, *([dk] if packed else []))
+    (dq,) = _triton.call(
         dq_kernel,
-        (*inputs, k_transposed),
-        shape | _launched(tiles["dq"], t, b * h),
+        *inputs,
+        out=[] if packed else [jax.ShapeDtypeStruct((b, t, h, d), dtype)],
+        in_place=(len(inputs) - 1,) if packed else (),
+        grid=(triton.cdiv(t, tiles["dq"]["M"]) * b * h,),
+        PACKED=packed,
+        **shape,
+        **_launched(tiles["dq"], t, b * h),
     )
-    if fused:
-        kernel, inputs = convert_kernel, sums_BHTD
-        constants = {name: shape[name] for name in ("T", "H", "D", "P", "SCALE")} | {"M": 64}
-    constants["PACKED"] = packed
-    constants["grid"] = (triton.cdiv(t, constants["M"]) * b * h,)
-    if packed:
-        # dk is all of dqkv; dq is stored in the first part of dqkv.
-        return _triton.call(kernel, *inputs, dk, out=[], in_place=(len(inputs),), **constants)
-    (dq_BTHD,) = _triton.call(
-        kernel, *inputs, out=[jax.ShapeDtypeStruct((b, t, h, d), dtype)], **constants
-    )
-    return dq_BTHD, dk, dv
+    return (dq,) if packed else (dq, dk, dv)
 
 
 def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
-    """Return the constants of a launch, with the number of concurrent heads in place of "rows".
+    """Return the constants of a launch.
 
     All groups of concurrent heads have equal size. Of 48 heads in groups of 32 and 16, the 16 heads
     have too few blocks to occupy all SMs until the longest blocks end. By calculation for an
     H200 with two programs per SM, T = 1024: 33 block times for 32 + 16, 28.5 for 24 + 24 or 48.
     """
-    groups = triton.cdiv(heads, max(1, tile["rows"] // t))
-    constants = tile | {"TOGETHER": triton.cdiv(heads, groups)}
-    del constants["rows"]
-    return constants
+    groups = triton.cdiv(heads, max(1, ROWS_TOGETHER // t))
+    return tile | {"TOGETHER": triton.cdiv(heads, groups)}
 
 
 def _inputs(operands, bounds):
@@ -301,10 +273,6 @@ def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
         ):
             entry = matmuls[matmul][head_dim]
             where = f"triton_tiles.json: {name!r}, {matmul!r}, {head_dim!r}"
-            if entry.get("backward") not in ("split", "fused"):
-                raise ValueError(
-                    f"{where}: 'backward' is 'split' or 'fused', not {entry.get('backward')!r}"
-                )
             if matmul == "fp32" and entry.get("precision") not in ("ieee", "tf32x3"):
                 raise ValueError(
                     f"{where}: 'precision' is 'ieee' or 'tf32x3', not {entry.get('precision')!r}"

@@ -6,7 +6,7 @@ triton.py launches the kernels; its docstring defines the names of the axes.
 import triton
 import triton.language as tl
 
-from pallas_kernels.attention.triton_rows import LOG2E, load_each, load_rows, offsets, store_rows
+from pallas_kernels.attention.triton_rows import LOG2E, load_each, load_rows, store_rows
 from pallas_kernels.attention.triton_tf32 import (
     evens_first,
     load_transposed,
@@ -86,7 +86,8 @@ def queries_of(
     """Return the bounds of the blocks of queries that see keys s0 … s0 + N−1, and the bounds of the
     blocks that need no mask.
 
-    Queries from T on need no mask: these queries are zeros and contribute zeros.
+    Queries from T on need no mask: these queries are zeros and contribute zeros. Nor do keys from T
+    on: their gradients are not stored.
     """
     start, end, full_start, full_end = 0, T, 0, T
     if SEGMENTS:
@@ -95,9 +96,6 @@ def queries_of(
     if SEGMENTS and not CAUSAL:
         start = tl.load(first_ptr + s0) // M * M
         full_start = tl.load(first_ptr + tl.minimum(s0 + N, T) - 1)
-    if T % N:
-        # For dQ: the weights of keys from T on may be infinite.
-        full_start = tl.where(s0 + N > T, T, full_start)
     if CAUSAL:
         start = s0 // M * M
         full_start = s0 + N - 1
@@ -191,19 +189,15 @@ def forward_kernel(
 @triton.jit
 def dkv_kernel(
     q_ptr, k_ptr, v_ptr, first_ptr, last_ptr, dout_ptr, lse_ptr, delta_ptr, q_transposed_ptr,
-    dout_transposed_ptr, dq_ptr, dk_ptr, dv_ptr,
+    dout_transposed_ptr, dk_ptr, dv_ptr,
     BATCH: tl.constexpr, T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
     P: tl.constexpr,
     Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SEGMENTS: tl.constexpr, SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
-    FUSED: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    PACKED: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Compute dK and dV of a block of keys.
-
-    FUSED: the block's part of dQ / scale is added to dq, B·H·T·D in fp32. PACKED: dk is all of
-    dqkv.
+    """Compute dK and dV of a block of keys. PACKED: dk is all of dqkv.
 
     The rows of the scores are keys, so Pᵀ and dSᵀ are left operands without a layout conversion.
     """
@@ -265,11 +259,6 @@ def dkv_kernel(
             dk_NP = tl.dot(
                 evens_first(ds_NM, PRECISION, N, M), q_MP, dk_NP, input_precision=PRECISION
             )
-            if FUSED:
-                dq_MP = tl.dot(tl.trans(ds_NM), k_NP, input_precision=PRECISION)
-                row_M1, column_1P = t0 + tl.arange(0, M)[:, None], tl.arange(0, P)[None, :]
-                at_MP = dq_ptr + (numbers + t0) * D + offsets(M, P, D)
-                tl.atomic_add(at_MP, dq_MP, mask=(row_M1 < T) & (column_1P < D), sem="relaxed")
     ROW: tl.constexpr = 3 * H * D if PACKED else K * D
     out_at = b * T * ROW + k * D
     if PACKED:
@@ -330,19 +319,5 @@ def dq_kernel(
                 k_transposed_ptr + transposed_offset(b * K + k, T, D, N), s0, T, D, N, P
             )
         dq_MP = tl.dot(evens_first(ds_MN, PRECISION, M, N), k_NP, dq_MP, input_precision=PRECISION)
-    ROW: tl.constexpr = (3 if PACKED else 1) * H * D
-    store_rows(dq_ptr + b * T * ROW + h * D, dq_MP * SCALE, t0, ROW, T, D, M, P)
-
-
-@triton.jit
-def convert_kernel(
-    sums_ptr, dq_ptr,
-    T: tl.constexpr, H: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    SCALE: tl.constexpr, PACKED: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """Convert dQ from its fp32 sums, B·H·T·D."""
-    t0, head = tl.program_id(0) % ((T + M - 1) // M) * M, tl.program_id(0) // ((T + M - 1) // M)
-    b, h = (head // H).to(tl.int64), head % H
-    dq_MP = load_rows(sums_ptr + head.to(tl.int64) * T * D, t0, D, T, D, M, P, T % M != 0)
     ROW: tl.constexpr = (3 if PACKED else 1) * H * D
     store_rows(dq_ptr + b * T * ROW + h * D, dq_MP * SCALE, t0, ROW, T, D, M, P)
