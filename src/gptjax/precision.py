@@ -104,11 +104,6 @@ class Precision:
         return self.parts.head or self.parts.matmuls
 
     @property
-    def quantizes_blocks(self) -> bool:
-        """Whether the matmuls of the blocks have other operands in the training step."""
-        return self.parts.blocks is not None
-
-    @property
     def fp8_head(self) -> bool:
         """Whether the matmuls of the LM head are in FP8."""
         return self.parts.head == "fp8"

@@ -216,7 +216,7 @@ class ModelConfig(abc.ABC):
                 f"padded_vocab_size={self.padded_vocab_size} for vocab_size={self.vocab_size}; "
                 f"give padded_vocab_size={least} (--model.padded-vocab-size {least}) too"
             )
-        if self.precision.quantizes_blocks and not self.supports_fp8:
+        if self.precision.parts.blocks is not None and not self.supports_fp8:
             raise ValueError(
                 f"{name}: expected another precision than {self.precision}: this model's blocks "
                 "have no FP8 matmuls; fp8_head has those of the head"
