@@ -7,6 +7,7 @@ generated on one device, in batches of prompts of similar length.
 """
 
 import collections
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import jax
 import numpy as np
 
 from gptjax.evaluation.scoring import EvaluationError, Row, Scorer
-from gptjax.generation import generate
+from gptjax.generation.stream import complete
 from gptjax.models.base import Model
 
 try:
@@ -122,47 +123,22 @@ class LM(TemplateLM):
                     f"expected max_gen_toks in 1..{self.max_length - 1}, got {length}"
                 )
             ids = self.tok_encode(context)[length - self.max_length :] or [self.prefix_token_id]
-            groups[length, *sampling].append((index, ids, until))
+            groups[length, until, *sampling].append((index, ids))
         completed = 0
-        for (length, *sampling), group in groups.items():
+        for (length, until, *sampling), group in groups.items():
             group.sort(key=lambda each: -len(each[1]))
-            for begin in range(0, len(group), self._prompts):
-                batch = group[begin : begin + self._prompts]
-                new_BT = self._continue([ids for _, ids, _ in batch], length, dict(sampling))
-                for (index, _, until), new_T in zip(batch, new_BT, strict=True):
-                    texts[index] = self._text(new_T, until)
+            for batch in itertools.batched(group, self._prompts):
+                self._key, key = jax.random.split(self._key)
+                how = {"max_new_tokens": length, "stop": until, "key": key, **dict(sampling)}
+                prompts = [ids for _, ids in batch]
+                # Always `_prompts` rows: another number of rows would need another executable.
+                prompts += [prompts[-1]] * (self._prompts - len(batch))
+                *_, done = complete(self._model, self._tokenizer, prompts, **how)
+                for (index, _), completion in zip(batch, done, strict=False):
+                    texts[index] = completion.text
                 completed += len(batch)
                 self.scorer.progress(completed, len(requests))
         return texts
-
-    def _continue(self, prompts: list[list[int]], length: int, sampling: dict) -> list[np.ndarray]:
-        """Return `length` new tokens of each prompt."""
-        self._key, key = jax.random.split(self._key)
-        # Always `_prompts` rows: another number of rows would need another executable.
-        lengths_B = np.ones(self._prompts, np.int32)
-        lengths_B[: len(prompts)] = [len(ids) for ids in prompts]
-        prompts_BT = np.zeros((self._prompts, lengths_B.max()), np.int32)
-        for row, ids in enumerate(prompts):
-            prompts_BT[row, : len(ids)] = ids
-        tokens_BT = generate(
-            self._model,
-            prompts_BT,
-            max_new_tokens=length,
-            lengths_B=lengths_B,
-            key=key,
-            **sampling,
-        )
-        rows = zip(np.asarray(tokens_BT), prompts, strict=False)
-        return [tokens_T[len(ids) : len(ids) + length] for tokens_T, ids in rows]
-
-    def _text(self, new_T: np.ndarray, until: Sequence[str]) -> str:
-        """Return the text of generated tokens before end-of-text and the first stop text."""
-        # The model's vocabulary may be larger than the tokenizer's.
-        ends = (new_T == self._tokenizer.eot) | (new_T >= self._tokenizer.vocab_size)
-        text = self._tokenizer.decode(new_T[: int(np.argmax(ends))] if ends.any() else new_T)
-        for stop in until:
-            text = text.split(stop)[0] if stop else text
-        return text
 
 
 def _options(
@@ -181,7 +157,7 @@ def _options(
             f"unknown options of generation {sorted(given)}; known are until, max_gen_toks, "
             "do_sample, temperature, top_k, top_p"
         )
-    texts = (until,) if isinstance(until, str) else tuple(until)
+    texts = tuple(filter(None, (until,) if isinstance(until, str) else until))
     return texts, length, tuple(sampling.items())
 
 
