@@ -1,7 +1,6 @@
 """`python -m gptjax.bench compare BEFORE.json AFTER.json`: the times of two results, row by row."""
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -9,7 +8,7 @@ import tyro
 
 from gptjax.bench import BenchError, results
 from gptjax.bench.configs import OWN_DEFAULT
-from gptjax.bench.results import Row, identity, label, print_table
+from gptjax.bench.results import Row, label, print_table
 from gptjax.terminal import printable
 
 
@@ -48,21 +47,16 @@ def compare(before: list[dict], after: list[dict]) -> list[dict]:
         For each row its name, both outcomes in words, the ratio after/before of the times, and
         whether it is "broken": it has a time in `before` alone.
     """
-    old, new = ({_key(row): row for row in rows} for rows in (before, after))
+    old, new = ({label(row): row for row in rows} for rows in (before, after))
     pairs = []
-    for key in {**old, **new}:
-        one, other = old.get(key, {"error": "absent"}), new.get(key, {"error": "absent"})
-        pair = {"name": label(old.get(key) or other), "before": _outcome(one)}
+    for name in {**old, **new}:
+        one, other = old.get(name, {"error": "absent"}), new.get(name, {"error": "absent"})
+        pair = {"name": name, "before": _outcome(one)}
         pair |= {"after": _outcome(other), "broken": "ms" in one and "ms" not in other}
         if "ms" in one and "ms" in other:
             pair["ratio"] = other["ms"] / one["ms"]
         pairs.append(pair)
     return pairs
-
-
-def _key(row: dict) -> str:
-    known = {field: value for field, value in identity(row).items() if value not in ("", {})}
-    return json.dumps(known, sort_keys=True)
 
 
 def _outcome(row: dict) -> str:

@@ -30,7 +30,7 @@ from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
 from gptjax.terminal import printable
 
-# Rows with equal values in these fields are the same measurement. A missing field counts as empty.
+# Fields of a label. Rows with one label are the same measurement.
 KEYS = (
     *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
     *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
@@ -38,7 +38,7 @@ KEYS = (
 )
 # Values that a label leaves out.
 _DEFAULTS = {"pass": "train", "algorithm": "adamw", "recompute": "none", "reduce_dtype": "fp32"}
-_DEFAULTS |= {"reshard_after_forward": True, "overlap_reduce": True}
+_DEFAULTS |= {"reshard_after_forward": True, "overlap_reduce": True, "devices": 1}
 
 
 def new(
@@ -135,20 +135,13 @@ def command(script: str, arguments: Sequence[str] | None = None) -> str:
     return shlex.join(["python", *script.split(), *words])
 
 
-def identity(row: dict) -> dict:
-    """Return the fields of a row that identify the measurement: without the options of a rung,
-    which the rung's name implies, and without the number of devices if the number is 1, as in
-    results without that field."""
-    left_out = {"asked"} if "rung" in row else set()
-    if row.get("devices") == 1:
-        left_out.add("devices")
-    return {field: row[field] for field in KEYS if field in row and field not in left_out}
-
-
 def label(row: dict) -> str:
-    """Return the description of a row's measurement in words; defaults are left out."""
-    row = identity(row)
-    asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items()]
+    """Return the description of a row's measurement in words.
+
+    Defaults are left out, and the options of a rung, which the rung's name implies.
+    """
+    row = {field: row[field] for field in KEYS if field in row}
+    asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items() if "rung" not in row]
     forms = {
         "batch": f"batch {row.get('batch')}",
         "devices": f"{row.get('devices')} devices",
