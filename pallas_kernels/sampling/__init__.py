@@ -110,15 +110,12 @@ def _in_jax(logits_BV, uniform_B, filters):
 
 def _kept(ranked_BV, filters):
     """Return the mask of the logits, sorted likeliest first, that the filters keep."""
-    if filters.top_k is not None:
-        rank_1V = jnp.arange(ranked_BV.shape[1], dtype=jnp.int32)[None]  # with x64, too
-        inside_1V = rank_1V < jnp.asarray(filters.top_k, jnp.int32)
-        ranked_BV = jnp.where(inside_1V, ranked_BV, -jnp.inf)
-        keep_BV = jnp.broadcast_to(inside_1V, ranked_BV.shape)
-    else:
-        keep_BV = jnp.ones(ranked_BV.shape, bool)
+    v = ranked_BV.shape[1]
+    top_k = jnp.asarray(v if filters.top_k is None else filters.top_k, jnp.int32)
+    inside_1V = jnp.arange(v, dtype=jnp.int32)[None] < top_k  # int32 with x64, too
+    keep_BV = jnp.broadcast_to(inside_1V, ranked_BV.shape)
     if filters.top_p is not None:
-        probs_BV = jax.nn.softmax(ranked_BV, axis=-1)
+        probs_BV = jax.nn.softmax(jnp.where(inside_1V, ranked_BV, -jnp.inf), axis=-1)
         likelier_BV = jnp.cumsum(probs_BV, axis=-1) - probs_BV
         # Always keep the likeliest token: rounding or a probability of NaN must not result in an
         # empty set.

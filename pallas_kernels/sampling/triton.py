@@ -30,25 +30,21 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def sample_token(logits_BV, uniform_B, temperature, top_k, top_p):
-    """Return the tokens (B,) int32."""
+    """Return the tokens (B,) int32. The last three arguments are scalars or None."""
     b, v = logits_BV.shape
 
-    def scalar(value, default, dtype):
-        return jnp.asarray(default if value is None else value, dtype).reshape(1)
+    def scalar(value, dtype):
+        return None if value is None else jnp.asarray(value, dtype).reshape(1)
 
-    block = min(BLOCK, triton.next_power_of_2(v))
-    kept = 1 if top_k is None else max(v, 2 * FEW)
-    token_B, *_ = _triton.call(
+    block, kept = min(BLOCK, triton.next_power_of_2(v)), 1 if top_k is None else max(v, 2 * FEW)
+    token_B, _ = _triton.call(
         sample_kernel,
         logits_BV,
         uniform_B.astype(jnp.float32),
-        scalar(temperature, 1, jnp.float32),
-        scalar(top_k, v, jnp.int32),
-        scalar(top_p, 1, jnp.float32),
-        out=[
-            jax.ShapeDtypeStruct((b,), jnp.int32),
-            jax.ShapeDtypeStruct((b, kept), jnp.int32),
-        ],
+        scalar(temperature, jnp.float32),
+        scalar(top_k, jnp.int32),
+        scalar(top_p, jnp.float32),
+        out=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((b,), (b, kept))],
         grid=(b,),
         num_warps=max(1, block // (32 * ELEMENTS)),
         V=v,
@@ -60,9 +56,6 @@ def sample_token(logits_BV, uniform_B, temperature, top_k, top_p):
         # A row starts up to 7 elements before its tiles.
         TILES=triton.next_power_of_2(triton.cdiv(v + 7, block)),
         BITS=8 * logits_BV.dtype.itemsize,
-        DRAW=temperature is not None,
-        TOP_K=top_k is not None,
-        TOP_P=top_p is not None,
     )
     return token_B
 
@@ -137,34 +130,27 @@ def lower_bound(
         low, high = key_of(tl.min(highest_V, 0).to(DTYPE), BITS), highest_key + 1
         while (high - low > 1) & (lanes > few):
             # Test thirds of the keys, and fractions of the values: fewer steps for usual logits.
-            a, b = low + tl.maximum((high - low) // 3, 1), high - tl.maximum((high - low) // 3, 1)
+            third = tl.maximum((high - low) // 3, 1)
             low_x, high_x = float_of(low, DTYPE, BITS), float_of(high - 1, DTYPE, BITS)
             c = key_of((0.5 * low_x + 0.5 * high_x).to(DTYPE), BITS)
             d = key_of((0.25 * low_x + 0.75 * high_x).to(DTYPE), BITS)
             c = tl.minimum(tl.maximum(c, low + 1), high - 1)
             d = tl.minimum(tl.maximum(d, low + 1), high - 1)
+            middles, over = (low + third, high - third, c, d), ()
+            for i in tl.static_range(4):
+                over = over + ((highest_V >= float_of(middles[i], DTYPE, BITS)).to(tl.int32),)
             # Each sum packs two counts of 16 bits.
-            over_a = (highest_V >= float_of(a, DTYPE, BITS)).to(tl.int32)
-            over_b = (highest_V >= float_of(b, DTYPE, BITS)).to(tl.int32)
-            over_c = (highest_V >= float_of(c, DTYPE, BITS)).to(tl.int32)
-            over_d = (highest_V >= float_of(d, DTYPE, BITS)).to(tl.int32)
-            ab, cd = tl.reduce((over_a + (over_b << 16), over_c + (over_d << 16)), 0, _add_pairs)
-            low, high, lanes = narrowed(a, ab & 65535, k, low, high, lanes)
-            low, high, lanes = narrowed(b, ab >> 16, k, low, high, lanes)
-            low, high, lanes = narrowed(c, cd & 65535, k, low, high, lanes)
-            low, high, lanes = narrowed(d, cd >> 16, k, low, high, lanes)
+            counts = tl.reduce(
+                (over[0] + (over[1] << 16), over[2] + (over[3] << 16)), 0, _add_pairs
+            )  # fmt: skip
+            for i in tl.static_range(4):
+                count = counts[i // 2] & 65535 if i % 2 == 0 else counts[i // 2] >> 16
+                enough = count >= k
+                lanes = tl.where(enough & (middles[i] > low), count, lanes)
+                low = tl.where(enough, tl.maximum(low, middles[i]), low)
+                high = tl.where(enough, high, tl.minimum(high, middles[i]))
         bound = float_of(low, DTYPE, BITS)
     return bound, lanes
-
-
-@triton.jit
-def narrowed(middle, count, k, low, high, lanes):
-    """Narrow the interval of keys by the count of lanes at `middle`. Return (low, high, lanes)."""
-    enough = count >= k
-    lanes = tl.where(enough & (middle > low), count, lanes)
-    low = tl.where(enough, tl.maximum(low, middle), low)
-    high = tl.where(enough, high, tl.minimum(high, middle))
-    return low, high, lanes
 
 
 @triton.jit
@@ -197,9 +183,8 @@ def list_candidates(
 
 @triton.jit
 def draw_from_list(
-    row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P: tl.constexpr,
-    V: tl.constexpr, FEW: tl.constexpr,
-):  # fmt: skip
+    row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, V: tl.constexpr, FEW: tl.constexpr
+):
     """Return the token drawn from n ≤ FEW candidates, which include the k likeliest tokens. The
     candidates are compared pairwise."""
     slot_F = tl.arange(0, FEW)
@@ -210,7 +195,7 @@ def draw_from_list(
     rank_F = tl.sum(likelier_FF.to(tl.int32), 1)
     keep_F = (slot_F < n) & (rank_F < k)
     weight_F = weight_of(x_F, keep_F, highest, scale)
-    if TOP_P:
+    if top_p_ptr is not None:
         likelier_F = tl.sum(tl.where(likelier_FF, weight_F[None, :], 0.0), 1)
         goal = tl.load(top_p_ptr) * tl.sum(weight_F, 0)
         weight_F = tl.where((likelier_F < goal) | (rank_F == 0), weight_F, 0.0)
@@ -254,71 +239,70 @@ def keep_from(
 
 
 @triton.jit
-def load_block(
-    row_ptr, kept_ptr, kept, start, KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Return kept logits (BLOCK,) in fp32, −∞ out of bounds, and their ids, V out of bounds."""
-    index_V = start + tl.arange(0, BLOCK)
-    inside_V = index_V < kept
-    if KEPT:
-        id_V = tl.load(kept_ptr + index_V, mask=inside_V, other=V)
+def load_weights(row, start, low, high, keep, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Return weights (BLOCK,) of logits in [low, high], 0 for other logits, and ids, V out of
+    bounds.
+
+    Args:
+        row: the row, the list of candidates' ids or None, and the number of candidates.
+        keep: None: weights are 1. Or (threshold, last, highest, scale): weights are probabilities,
+            up to a factor, of logits above the threshold, or equal with an id of at most `last`.
+    """
+    row_ptr, kept_ptr, kept = row
+    id_V = start + tl.arange(0, BLOCK)
+    inside_V = id_V < kept
+    if kept_ptr is not None:
+        id_V = tl.load(kept_ptr + id_V, mask=inside_V, other=V)
+    x_V = tl.load(row_ptr + id_V, mask=inside_V, other=float("-inf")).to(tl.float32)
+    inside_V = inside_V & (x_V >= low) & (x_V <= high)
+    if keep is None:
+        return inside_V.to(tl.float32), id_V
     else:
-        id_V = index_V
-    return tl.load(row_ptr + id_V, mask=inside_V, other=float("-inf")).to(tl.float32), id_V
+        threshold, last, highest, scale = keep
+        inside_V = inside_V & ((x_V > threshold) | ((x_V == threshold) & (id_V <= last)))
+        return weight_of(x_V, inside_V, highest, scale), id_V
 
 
 @triton.jit
-def weigh(x_V, id_V, threshold, last, highest, scale, V: tl.constexpr):
-    """Return the probabilities of the kept tokens, up to a factor. Kept logits are above the
-    threshold, or equal to the threshold with an id of at most `last`."""
-    keep_V = (id_V < V) & ((x_V > threshold) | ((x_V == threshold) & (id_V <= last)))
-    return weight_of(x_V, keep_V, highest, scale)
-
-
-@triton.jit
-def count_or_mass(
-    row_ptr, kept_ptr, kept, low, threshold, last, highest, scale, MASS: tl.constexpr,
-    KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Return the number of logits of at least `low`, or the sum of their kept probabilities."""
+def weight_from(row, low, keep, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the sum of the weights of logits of at least `low`."""
     total_V = tl.zeros((BLOCK,), tl.float32)
-    for start in range(0, kept, BLOCK):
-        x_V, id_V = load_block(row_ptr, kept_ptr, kept, start, KEPT, V, BLOCK)
-        if MASS:
-            weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
-            total_V += tl.where(x_V >= low, weight_V, 0.0)
-        else:
-            total_V += ((x_V >= low) & (id_V < V)).to(tl.float32)
+    for start in range(0, row[2], BLOCK):
+        weight_V, _ = load_weights(row, start, low, float("inf"), keep, V, BLOCK)
+        total_V += weight_V
     return tl.sum(total_V, 0)
 
 
 @triton.jit
-def locate(
-    row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, TIES: tl.constexpr,
-    KEPT: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+def bisect(
+    row, low, high, goal, keep, DTYPE: tl.constexpr, BITS: tl.constexpr, V: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the least id up to which the weights sum to more than `target`.
+    """Return the highest logit from which on the weights sum to at least `goal`, and the sum above
+    that logit. Search the keys low…high − 1."""
+    above = 0.0
+    while high - low > 1:
+        middle = (low + high) // 2
+        weight = weight_from(row, float_of(middle, DTYPE, BITS), keep, V, BLOCK)
+        enough = weight >= goal
+        above = tl.where(enough, above, weight)
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return float_of(low, DTYPE, BITS), above
 
-    With TIES, the weight of each logit equal to the threshold is 1. Otherwise, the weights are the
-    kept probabilities. If rounding leaves no such id, return the last id with a weight.
-    """
+
+@triton.jit
+def locate(row, target, low, high, keep, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the least id up to which the weights of logits in [low, high] sum to more than
+    `target`. If rounding leaves no such id, return the last id with a weight."""
     total, before, found = 0.0, 0.0, 0
-    if kept > BLOCK:
-        for start in range(0, kept, BLOCK):
-            x_V, id_V = load_block(row_ptr, kept_ptr, kept, start, KEPT, V, BLOCK)
-            if TIES:
-                weight_V = ((x_V == threshold) & (id_V < V)).to(tl.float32)
-            else:
-                weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
+    if row[2] > BLOCK:
+        for start in range(0, row[2], BLOCK):
+            weight_V, _ = load_weights(row, start, low, high, keep, V, BLOCK)
             weight = tl.sum(weight_V, 0)
             if (weight > 0) & (total <= target):
                 found, before = start, total
             total += weight
-    x_V, id_V = load_block(row_ptr, kept_ptr, kept, found, KEPT, V, BLOCK)
-    if TIES:
-        weight_V = ((x_V == threshold) & (id_V < V)).to(tl.float32)
-    else:
-        weight_V = weigh(x_V, id_V, threshold, last, highest, scale, V)
+    weight_V, id_V = load_weights(row, found, low, high, keep, V, BLOCK)
     crossed_V = (weight_V > 0) & (before + tl.cumsum(weight_V, 0) > target)
     first = tl.min(tl.where(crossed_V, id_V, V), 0)
     return tl.where(first < V, first, tl.max(tl.where(weight_V > 0, id_V, 0), 0))
@@ -326,9 +310,9 @@ def locate(
 
 @triton.jit
 def draw_by_bisection(
-    row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
+    row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_k_ptr, top_p_ptr, uniform, highest, scale,
     V: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
-    BITS: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the token drawn from any number of candidates, with bisected thresholds.
 
@@ -336,87 +320,37 @@ def draw_by_bisection(
         bound: lower bound of the k-th logit.
     """
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
-    highest_key = key_of(highest.to(DTYPE), BITS)
-    threshold, last, kept = highest * 0 + float("-inf"), V, V
-    if TOP_K:
-        kept = keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
-        low, high = key_of(bound.to(DTYPE), BITS), highest_key + 1
-        # The number of logits that are at least the float of `high`.
-        above = 0.0
-        while high - low > 1:
-            middle = (low + high) // 2
-            count = count_or_mass(
-                row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), 0.0, 0, highest, scale,
-                False, True, V, KEPT_BLOCK,
-            )  # fmt: skip
-            above = tl.where(count >= k, above, count)
-            low, high = tl.where(count >= k, middle, low), tl.where(count >= k, high, middle)
-        threshold = float_of(low, DTYPE, BITS)
-        last = locate(
-            row_ptr, kept_ptr, kept, k - above - 1, threshold, V, highest, scale, True, True, V,
-            KEPT_BLOCK,
+    stop = key_of(highest.to(DTYPE), BITS) + 1
+    lowest, last, row = highest * 0 + float("-inf"), V, (row_ptr, None, V)
+    threshold = lowest
+    if top_k_ptr is not None:
+        row = (
+            row_ptr, kept_ptr, keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
         )  # fmt: skip
-    if TOP_P:
-        floor, floor_last = threshold, last
-        all_mass = count_or_mass(
-            row_ptr, kept_ptr, kept, threshold, floor, floor_last, highest, scale, True, TOP_K,
-            V, KEPT_BLOCK,
-        )  # fmt: skip
-        goal = tl.load(top_p_ptr) * all_mass
-        low, high = key_of(threshold.to(DTYPE), BITS), highest_key + 1
-        above = 0.0
-        while high - low > 1:
-            middle = (low + high) // 2
-            mass = count_or_mass(
-                row_ptr, kept_ptr, kept, float_of(middle, DTYPE, BITS), floor, floor_last,
-                highest, scale, True, TOP_K, V, KEPT_BLOCK,
-            )  # fmt: skip
-            above = tl.where(mass >= goal, above, mass)
-            low, high = (
-                tl.where(mass >= goal, middle, low),
-                tl.where(mass >= goal, high, middle),
-            )
-        threshold = float_of(low, DTYPE, BITS)
+        start = key_of(bound.to(DTYPE), BITS)
+        threshold, above = bisect(row, start, stop, k, None, DTYPE, BITS, V, KEPT_BLOCK)
+        last = locate(row, k - above - 1, threshold, threshold, None, V, KEPT_BLOCK)
+    if top_p_ptr is not None:
+        floor, floor_last, keep = threshold, last, (threshold, last, highest, scale)
+        goal = tl.load(top_p_ptr) * weight_from(row, threshold, keep, V, KEPT_BLOCK)
+        start = key_of(threshold.to(DTYPE), BITS)
+        threshold, above = bisect(row, start, stop, goal, keep, DTYPE, BITS, V, KEPT_BLOCK)
         each = tl.exp2((threshold - highest) * scale)
         ties = tl.maximum(tl.ceil((goal - above) / each), 1.0)
-        last = locate(
-            row_ptr, kept_ptr, kept, ties - 1, threshold, V, highest, scale, True, TOP_K, V,
-            KEPT_BLOCK,
-        )  # fmt: skip
+        last = locate(row, ties - 1, threshold, threshold, None, V, KEPT_BLOCK)
         # If top-k has set this threshold, top-k has also restricted the equal logits.
         last = tl.where(threshold == floor, tl.minimum(last, floor_last), last)
-    total = count_or_mass(
-        row_ptr, kept_ptr, kept, float("-inf"), threshold, last, highest, scale, True, TOP_K, V,
-        KEPT_BLOCK,
-    )  # fmt: skip
-    target = uniform * total
-    return locate(
-        row_ptr, kept_ptr, kept, target, threshold, last, highest, scale, False, TOP_K, V,
-        KEPT_BLOCK,
-    )  # fmt: skip
+    keep = threshold, last, highest, scale
+    target = uniform * weight_from(row, lowest, keep, V, KEPT_BLOCK)
+    return locate(row, target, lowest, float("inf"), keep, V, KEPT_BLOCK)
 
 
 @triton.jit
 def sample_kernel(
-    logits_ptr,
-    uniform_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    token_ptr,
-    kept_ptr,
-    V: tl.constexpr,
-    B: tl.constexpr,
-    BLOCK: tl.constexpr,
-    KEPT_BLOCK: tl.constexpr,
-    KEPT: tl.constexpr,
-    FEW: tl.constexpr,
-    TILES: tl.constexpr,
-    BITS: tl.constexpr,
-    DRAW: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-):
+    logits_ptr, uniform_ptr, temperature_ptr, top_k_ptr, top_p_ptr, token_ptr, kept_ptr,
+    V: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
+    KEPT: tl.constexpr, FEW: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     # Number of logits in 16 bytes. A row starts at any offset, except the only row of an array.
     CHUNK: tl.constexpr = 128 // BITS
@@ -435,28 +369,27 @@ def sample_kernel(
         best_V = tl.where(x_V > highest_V, id_V, best_V)
         highest_V = tl.maximum(highest_V, x_V)
     highest = tl.max(highest_V, 0)
-    if DRAW:
+    if temperature_ptr is not None:
         highest_key = key_of(highest.to(DTYPE), BITS)
         scale = LOG2E / tl.load(temperature_ptr)
         uniform = tl.load(uniform_ptr + row)
         kept_ptr += row.to(tl.int64) * KEPT
         k, bound, n = V, highest * 0 + float("-inf"), 0
-        if TOP_K:
+        if top_k_ptr is not None:
             k = tl.minimum(tl.load(top_k_ptr), V)
             bound, lanes = lower_bound(highest_V, highest_key, k, FEW // 8 * 7, DTYPE, BITS, BLOCK)
             if lanes <= FEW:
                 n = list_candidates(
                     row_ptr, kept_ptr, highest_V, bound, shift, FEW, TILES, V, BLOCK
                 )
-        list_ptr = kept_ptr + FEW
         if (n > 0) & (n <= FEW):
             token = draw_from_list(
-                row_ptr, list_ptr, n, k, top_p_ptr, uniform, highest, scale, TOP_P, V, FEW
+                row_ptr, kept_ptr + FEW, n, k, top_p_ptr, uniform, highest, scale, V, FEW
             )
         else:
             token = draw_by_bisection(
-                row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_p_ptr, uniform, highest, scale,
-                V, STOP, BLOCK, KEPT_BLOCK, BITS, TOP_K, TOP_P,
+                row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_k_ptr, top_p_ptr, uniform,
+                highest, scale, V, STOP, BLOCK, KEPT_BLOCK, BITS,
             )  # fmt: skip
     else:
         token = tl.min(tl.where(highest_V == highest, best_V, V), 0)
