@@ -176,7 +176,7 @@ def test_inconsistent_arrays_are_refused(implementation, one_program):
         value = getattr(args[name == "k_LBSHD"], name).astype(jnp.int32)
         refuse(args, name, value, f"{name} in .*, got int32", implementation)
     mixed = args[0].proj_LCC.astype(jnp.bfloat16)
-    message = "proj_LCC in head_VC's float32, got bfloat16"
+    message = "proj_LCC in float32 as head_VC, got bfloat16"
     refuse(args, "proj_LCC", mixed, message, implementation)
 
 

@@ -220,14 +220,13 @@ def decode_step(
         if likeliest and len(token_B) > 1:
             result = sample_token(result, jnp.zeros(token_B.shape), Filters())
         return result, DecoderCache(*new)
-    how = {"eps": eps, "residual_dtype": residual_dtype, "precision": precision}
+    dtype = weights.head_VC.dtype
     if backend == "reference":
-        exact = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
-        how = {"eps": eps, "residual_dtype": jnp.float32, "precision": jax.lax.Precision.HIGHEST}
-        logits_BV, new = _in_jax(exact, cache, token_B, length_B, **how)
-        logits_BV = logits_BV.astype(weights.head_VC.dtype)
-    else:
-        logits_BV, new = _in_jax(weights, cache, token_B, length_B, **how)
+        weights = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
+        residual_dtype, precision = jnp.dtype(jnp.float32), jax.lax.Precision.HIGHEST
+    how = {"eps": eps, "residual_dtype": residual_dtype, "precision": precision}
+    logits_BV, new = _in_jax(weights, cache, token_B, length_B, **how)
+    logits_BV = logits_BV.astype(dtype)
     return (logits_BV.argmax(-1).astype(jnp.int32) if likeliest else logits_BV), new
 
 
@@ -293,49 +292,33 @@ def _attend(q_BHD, k_BSHD, v_BSHD, position_B, precision):
 
 
 def _check(weights, cache, token_B, length_B):
-    if cache.k_LBSHD.ndim != 5 or cache.v_LBSHD.shape != cache.k_LBSHD.shape:
-        raise ValueError(
-            "decode_step: expected k_LBSHD and v_LBSHD of one shape (L, B, S, H, D), got "
-            f"{cache.k_LBSHD.shape} and {cache.v_LBSHD.shape}"
-        )
-    blocks, b, length, heads, head_dim = cache.k_LBSHD.shape
-    c, vocab_size = heads * head_dim, weights.head_VC.shape[0]
-    sizes = {"L": blocks, "S": length, "C": c, "N": 3 * c, "F": 4 * c, "V": vocab_size}
-    arrays = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    for name, x in arrays.items():
-        # A name ends with the letters of the axes.
-        shape, found = tuple(sizes[axis] for axis in name.rpartition("_")[2]), x.shape
-        if name in EMBEDDINGS:  # which may have more rows
-            found = (*map(min, x.shape[:1], shape), *x.shape[1:])
+    cached, head_VC = cache.k_LBSHD.shape, weights.head_VC
+    if len(cached) != 5:
+        raise ValueError(f"decode_step: expected k_LBSHD of shape (L, B, S, H, D), got {cached}")
+    blocks, b, _, heads, head_dim = cached
+    c, v = heads * head_dim, head_VC.shape[0]
+    floats = {"head_VC": head_VC, **vars(weights), **vars(cache)}
+    integers = {"exchange": floats.pop("exchange"), "token_B": token_B, "length_B": length_B}
+    if b > 1:  # the exchange is not used
+        del integers["exchange"]
+    # A name ends with the letters of the axes.
+    sizes = dict(zip("LBSHDCNFV", (*cached, c, 3 * c, 4 * c, v), strict=True))
+    for name, x in (floats | integers).items():
+        shape = tuple(sizes.get(axis, 0) for axis in name.rpartition("_")[2])
+        shape = (_exchange_size(blocks, c),) if name == "exchange" else shape
+        found, more, dtypes = x.shape, "", _dispatch.DTYPES
+        if name in EMBEDDINGS:
+            found, more = (*map(min, x.shape[:1], shape), *x.shape[1:]), " or with more rows"
         if found != shape:
             raise ValueError(
-                f"decode_step: expected {name} of shape {shape}"
-                f"{' or with more rows' if name in EMBEDDINGS else ''} for a cache of shape "
-                f"{cache.k_LBSHD.shape} and {vocab_size} tokens, got {x.shape}"
+                f"decode_step: expected {name} of shape {shape}{more} for a cache of shape "
+                f"{cached} and {v} tokens, got {x.shape}"
             )
-    for name, x in {**arrays, "k_LBSHD": cache.k_LBSHD, "v_LBSHD": cache.v_LBSHD}.items():
-        if x.dtype not in _dispatch.DTYPES:
-            raise ValueError(
-                f"decode_step: expected {name} in float32, bfloat16 or float16, got {x.dtype}"
-            )
-    for name in MATRICES:
-        if (dtype := arrays[name].dtype) != weights.head_VC.dtype:
-            raise ValueError(
-                f"decode_step: expected {name} in head_VC's {weights.head_VC.dtype}, got {dtype}"
-            )
-    size = (_exchange_size(blocks, c),)
-    if b == 1 and (cache.exchange.shape != size or cache.exchange.dtype != jnp.int32):
-        raise ValueError(
-            f"decode_step: expected the exchange of DecoderCache.of, of shape {size} in int32, got "
-            f"{cache.exchange.shape} in {cache.exchange.dtype}"
-        )
-    if token_B.shape != (b,) or length_B.shape != (b,):
-        raise ValueError(
-            f"decode_step: expected {b} tokens and lengths for a cache of shape "
-            f"{cache.k_LBSHD.shape}, got {token_B.shape} and {length_B.shape}"
-        )
-    if {token_B.dtype, length_B.dtype} != {jnp.dtype(jnp.int32)}:
-        raise ValueError(
-            f"decode_step: expected int32 tokens and lengths, got {token_B.dtype} and "
-            f"{length_B.dtype}"
-        )
+        if name in integers:
+            dtypes = (jnp.int32,)
+        elif name in MATRICES and x.dtype in dtypes:
+            dtypes = (head_VC.dtype,)
+        if x.dtype not in dtypes:
+            expected = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+            expected += " as head_VC" if name in MATRICES else ""
+            raise ValueError(f"decode_step: expected {name} in {expected}, got {x.dtype}")

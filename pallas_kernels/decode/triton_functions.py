@@ -99,13 +99,6 @@ def send(ptr, value, mask, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def own(ptr, mask):
-    """Load values that the current program has sent."""
-    value = tl.load(ptr, mask=mask, other=0, cache_modifier=".cg")
-    return value.to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def address(ptr, mask):
     """Return pointers as integers, with 0 where the mask is false."""
     return tl.where(mask, ptr.to(tl.int64), 0)

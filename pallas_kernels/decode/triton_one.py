@@ -31,7 +31,6 @@ from pallas_kernels.decode.triton_functions import (
     load_vector,
     matvec,
     opaque,
-    own,
     prefetch,
     prefetch_strip,
     receive,
@@ -41,39 +40,15 @@ from pallas_kernels.decode.triton_functions import (
 
 
 @triton.jit
-def clear(ptr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr):
-    """Mark all values of a half of the exchange as absent."""
-    BLOCK: tl.constexpr = 1024
-    for start in range(tl.program_id(0) * BLOCK, SIZE, PROGRAMS * BLOCK):
-        offset = start + tl.arange(0, BLOCK)
-        tl.store(ptr + offset, tl.full((BLOCK,), ABSENT, tl.int32), mask=offset < SIZE)
-
-
-@triton.jit
-def embed(
-    token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V: tl.constexpr, C: tl.constexpr,
-    STRIP: tl.constexpr, PROGRAMS: tl.constexpr, RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """Send this program's strip of the token's embedding. An id out of bounds results in NaN."""
-    first = tl.program_id(0) * STRIP
-    column_N = first + tl.arange(0, triton.next_power_of_2(STRIP))
-    inside_N = column_N < tl.minimum(first + STRIP, C)
-    x_N = embedding(token_ptr, position, wte_ptr, wpe_ptr, column_N, inside_N, V, C)
-    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
-
-
-@triton.jit
-def store_likeliest(
-    ptr, best, best_row, result_ptr, V: tl.constexpr, MOST: tl.constexpr, PROGRAMS: tl.constexpr
-):
+def store_likeliest(ptr, best, best_row, result_ptr, V: tl.constexpr, PROGRAMS: tl.constexpr):
     """Send this program's highest logit and the logit's row. Program 0 stores the row of the
     highest logit of all programs; of equal logits, the lowest row."""
     word = tl.arange(0, 4)
     pair = tl.where(word % 2 == 0, best, best_row.to(tl.float32))
     send(ptr + 4 * tl.program_id(0) + word, pair, word < 4, PROGRAMS)
     if tl.program_id(0) == 0:
-        best_P, row_P, _, _ = receive(ptr, 4 * PROGRAMS, 4 * MOST, PROGRAMS)
-        best_P = tl.where(tl.arange(0, MOST) < PROGRAMS, best_P, float("-inf"))
+        best_P, row_P, _, _ = receive(ptr, 4 * PROGRAMS, 4 * MOST_PROGRAMS, PROGRAMS)
+        best_P = tl.where(tl.arange(0, MOST_PROGRAMS) < PROGRAMS, best_P, float("-inf"))
         row = tl.min(tl.where(best_P == tl.max(best_P, 0), row_P, V - 1), 0)
         tl.store(result_ptr, row.to(tl.int32))
 
@@ -147,12 +122,14 @@ def matmul_and_add(
         column_N = first + tl.arange(0, R)
         inside_N = column_N < stop
         b_N = tl.load(bias_ptr + layer * C + column_N, mask=inside_N, other=0.0)
-        x_N = own(x_ptr + column_N, inside_N)
+        # This program has sent these values.
+        x_N = tl.load(x_ptr + column_N, mask=inside_N, other=0, cache_modifier=".cg")
         if t == 0:
             if following:
                 prefetch_strip(w_ptr + (layer + 1) * C * K, pid, C, K, STRIP, PROGRAMS)
             y_T1K = rounded(receive(y_ptr, K, KP, PROGRAMS), CK, DTYPE)
-        x_N += matvec(w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+        y_N = matvec(w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
+        x_N = x_N.to(tl.float32, bitcast=True) + y_N
         send(sum_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
 
 
@@ -190,14 +167,19 @@ def decode_one_kernel(
     ended = tl.load(exchange_ptr + 2 * HALF, cache_modifier=".cg")
     half = ended // PROGRAMS % 2
     x_ptr = exchange_ptr + half * HALF
-    embed(
-        token_ptr, position, wte_ptr, wpe_ptr, x_ptr, V, C, STRIP_C, PROGRAMS, RESIDUAL
-    )  # fmt: skip
+    column_N = program * STRIP_C + tl.arange(0, triton.next_power_of_2(STRIP_C))
+    inside_N = column_N < tl.minimum(program * STRIP_C + STRIP_C, C)
+    x_N = embedding(token_ptr, position, wte_ptr, wpe_ptr, column_N, inside_N, V, C)
+    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
     # Weights of later blocks are prefetched one block ahead.
     prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
     prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
     prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
-    clear(exchange_ptr + (1 - half) * HALF, HALF, PROGRAMS)
+    # Mark all values of the other half of the exchange as absent, for the next launch.
+    absent = tl.full((1024,), ABSENT, tl.int32)
+    for start in range(program * 1024, HALF, PROGRAMS * 1024):
+        offset = start + tl.arange(0, 1024)
+        tl.store(exchange_ptr + (1 - half) * HALF + offset, absent, mask=offset < HALF)
     for layer_32 in range(L):
         layer = tl.full((), layer_32, tl.int64)
         following = layer_32 + 1 < L
@@ -280,6 +262,6 @@ def decode_one_kernel(
     if LIKELIEST:
         best = tl.max(best_N, 0)
         best_row = tl.min(tl.where(best_N == best, best_row_N, V), 0)
-        store_likeliest(x_ptr + C, best, best_row, result_ptr, V, MOST_PROGRAMS, PROGRAMS)
+        store_likeliest(x_ptr + C, best, best_row, result_ptr, V, PROGRAMS)
     tl.debug_barrier()
     tl.atomic_add(exchange_ptr + 2 * HALF, 1, sem="relaxed")
