@@ -11,7 +11,7 @@ from kernel_tools import triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from pallas_kernels import fused_classifier, linear_cross_entropy
-from pallas_kernels.classifier import SigmoidCap, classify_to_fp8
+from pallas_kernels.classifier import Loss, SigmoidCap, classify
 from pallas_kernels.gemm import (
     E4M3,
     E5M2,
@@ -76,8 +76,8 @@ def from_rounded_logits(x, w, targets, softcap, scales):
     """The gradients in fp64, of rounded operands and the classifier's gradient in e5m2."""
     x8, w8 = quantize(x, scales.x).rows, quantize(w, scales.w).rows
     logits = scaled_matmul(x8, w8, 1 / (scales.x * scales.w), out_dtype=x.dtype)
-    how = {"scale": scales.gradient, "vocab_size": VOCAB, "softcap": softcap}
-    d = np.asarray(classify_to_fp8(logits, targets, None, **how)[1]).astype(np.float64)
+    d = classify(Loss(VOCAB, softcap), logits, targets, None, scale=scales.gradient)[1]
+    d = np.asarray(d).astype(np.float64)
     x, w = fake(x, scales.x, E4M3), fake(w, scales.w, E4M3)
     return d @ w / (scales.gradient * N), d.T @ x / (scales.gradient * N)
 
@@ -165,14 +165,11 @@ def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights)
     targets = targets[:, 0] if weights is None else targets
     results = {}
     for scale in (512.0, 2.0**17):
-        how = {"vocab_size": vocab, "softcap": softcap, "ignore_index": -1, "scale": scale}
-        classify = functools.partial(classify_to_fp8, **how)
-        losses, found = jax.jit(classify)(logits, targets, weights_M)
+        f = functools.partial(classify, Loss(vocab, softcap, -1), scale=scale)
+        losses, found = jax.jit(f)(logits, targets, weights_M)
         with monkeypatch.context() as patch:
             patch.setattr(_triton, "call", in_fp32(_triton.call))
-            same_losses, scaled = jax.jit(lambda *args, f=classify: f(*args))(
-                logits, targets, weights_M
-            )
+            same_losses, scaled = jax.jit(lambda *args, f=f: f(*args))(logits, targets, weights_M)
         np.testing.assert_array_equal(losses, same_losses)
         found, expected = (
             np.asarray(x).astype(np.float32)
@@ -211,9 +208,9 @@ def test_the_classifier_kernel_with_large_logits(triton_on_cpu, monkeypatch):
     rng = np.random.default_rng(0)
     logits = np.float32(rng.integers(-64, 64, (4, 300)) / 8)  # exact, also plus 4,000
     targets = jnp.asarray(rng.integers(0, 300, 4), jnp.int32)
-    classify = functools.partial(classify_to_fp8, scale=512.0, vocab_size=300)
-    _, small = classify(jnp.asarray(logits), targets, None)
-    _, large = classify(jnp.asarray(logits + 4000), targets, None)
+    f = functools.partial(classify, Loss(300), scale=512.0)
+    _, small = f(jnp.asarray(logits), targets, None)
+    _, large = f(jnp.asarray(logits + 4000), targets, None)
     tolerance = 2.0**-23 * 4000
     np.testing.assert_allclose(large, small, rtol=tolerance, atol=512 * 1e-6)
     assert np.abs(np.asarray(large) / np.asarray(small) - 1).max() > tolerance / 100
@@ -226,7 +223,7 @@ def test_errors_of_the_gradient_average_out():
     logits = jnp.asarray(rng.standard_normal(v) + 0.01 * rng.standard_normal((n, v)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, v, n), jnp.int32)
     d = np.asarray(fused_classifier(logits, targets, implementation="xla")[1], np.float64)
-    stochastic = np.asarray(classify_to_fp8(logits, targets, None, scale=scale, vocab_size=v)[1])
+    stochastic = np.asarray(classify(Loss(v), logits, targets, None, scale=scale)[1])
     found = (stochastic.astype(np.float64) / scale).sum(0)
     nearest = fake(d, scale, E5M2).sum(0)
     assert rms(found - d.sum(0)) < 0.1 * rms(nearest - d.sum(0))
@@ -242,9 +239,7 @@ def test_errors_of_the_gradient_average_out():
 )
 def test_the_compiled_classifier(softcap, columns, capability):
     """Two numbers per conversion. On an SM with 64 warps, two programs of 32."""
-    f = functools.partial(
-        classify_to_fp8, weights_M=None, scale=512.0, vocab_size=50257, softcap=softcap
-    )
+    f = functools.partial(classify, Loss(50257, softcap), weights_M=None, scale=512.0)
     shapes = (
         jax.ShapeDtypeStruct((64, columns), jnp.bfloat16),
         jax.ShapeDtypeStruct((64,), jnp.int32),
@@ -272,7 +267,7 @@ def test_the_limit_reaches_triton(monkeypatch):
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     logits, targets = jnp.zeros((1, 16384), jnp.bfloat16), jnp.zeros(1, jnp.int32)
     for softcap in (None, CAP):
-        classify_to_fp8(logits, targets, None, scale=1.0, vocab_size=16384, softcap=softcap)
+        classify(Loss(16384, softcap), logits, targets, None, scale=1.0)
     assert launched == [_triton.OPTIONS | {"maxnreg": 32}, _triton.OPTIONS]
 
 

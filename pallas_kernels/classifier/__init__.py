@@ -39,7 +39,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels.gemm.operands import stochastic_e5m2
+from pallas_kernels.gemm.operands import E5M2, largest, stochastic_e5m2
 
 Number = float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -115,42 +115,61 @@ def fused_classifier(
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
         NotImplementedError: differentiation through dlogits_NV, or with respect to target_weights.
     """
-    vocab_size = logits_NV.shape[-1] if vocab_size is None else vocab_size
-    _check(logits_NV, targets_N, vocab_size)
-    targets, weights_M = checked_targets(
-        "fused_classifier", targets_N, target_weights, ignore_index
-    )
-    softcap = checked_softcap("fused_classifier", softcap)
-    backend = _dispatch.select(
-        "fused_classifier", implementation, arrays=(logits_NV, targets_N), softcap=softcap
-    )
-    options = Options(backend, vocab_size, softcap, ignore_index)
-    if backend == "reference":
-        losses_N, dlogits_NV = reference(
-            logits_NV, targets, target_weights=weights_M, **options.loss_options
+    shape, vocab_size = logits_NV.shape, logits_NV.shape[-1] if vocab_size is None else vocab_size
+    rows_match = len(shape) == 2 and targets_N.shape[:1] == shape[:1]
+    if not (rows_match and 0 < vocab_size <= shape[1]):
+        raise ValueError(
+            "fused_classifier: expected logits (N, V), targets (N,) or (N, M), and "
+            f"0 < vocab_size ≤ V, got {shape}, {targets_N.shape}, {vocab_size}"
         )
-        return losses_N, dlogits_NV.astype(logits_NV.dtype)
-    weights_M = constant("fused_classifier", weights_M)
-    return _calls.differentiable(
-        "fused_classifier", _classify, options, logits_NV, to_int32(targets), weights_M
-    )
+    if logits_NV.dtype not in _dispatch.DTYPES:
+        raise ValueError(
+            f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
+        )
+    loss = Loss(vocab_size, softcap, ignore_index)
+    loss, *targets = checked("fused_classifier", loss, targets_N, target_weights)
+    return classify(loss, logits_NV, *targets, implementation=implementation)
 
 
-def checked_targets(operation: str, targets, target_weights, ignore_index: int | None = None):
-    """Return (N,) targets and None, or (N, M) targets and fp32 weights of shape (M,).
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Static options of a loss: arguments of `fused_classifier`."""
+
+    vocab_size: int
+    softcap: Number | SigmoidCap | None = None
+    ignore_index: int | None = None
+
+
+def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
+    """Return the loss, and int32 targets (N,) and None, or (N, M) and fp32 weights of shape (M,).
 
     Raises:
-        ValueError: the number of weights is not the number of targets of a row, or ignore_index is
-            out of the range of int32. The message names `operation`.
+        ValueError: a cap that is not positive, ignore_index out of the range of int32, targets that
+            are no integers, or another number of weights than targets of a row. The message names
+            `operation`.
     """
+    cap, ignore_index = loss.softcap, loss.ignore_index
+    match cap:
+        case None:
+            widths = ()
+        case SigmoidCap(scale, _, width):
+            widths = scale, width
+        case _:
+            widths = (cap,)
+            loss = dataclasses.replace(loss, softcap=float(cap))
+    if not all(math.isfinite(width) and width > 0 for width in widths):
+        raise ValueError(f"{operation}: a softcap's scale and width are positive, got {cap}")
     if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
         raise ValueError(
             f"{operation}: expected ignore_index in the range of int32, got {ignore_index}"
         )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"{operation}: expected integer targets, got {targets.dtype}")
     if targets.ndim == 2 and targets.shape[1] == 1 and target_weights is None:
         targets = targets[:, 0]
+    targets = to_int32(targets)
     if targets.ndim == 1 and target_weights is None:
-        return targets, None
+        return loss, targets, None
     m = targets.shape[-1]
     weights_M = jnp.ones(m) if target_weights is None else target_weights
     weights_M = jnp.asarray(weights_M, jnp.float32)
@@ -159,25 +178,7 @@ def checked_targets(operation: str, targets, target_weights, ignore_index: int |
             f"{operation}: expected targets (N, M) with M ≥ 1 and target_weights (M,), "
             f"got {targets.shape} and {weights_M.shape}"
         )
-    return targets, weights_M
-
-
-def checked_softcap(operation: str, softcap):
-    """Return None, a `SigmoidCap`, or the c of c·tanh(x/c) as a float.
-
-    Raises:
-        ValueError: a scale or width that is not positive. The message names `operation`.
-    """
-    match softcap:
-        case None:
-            return None
-        case SigmoidCap(scale, _, width):
-            widths, cap = (scale, width), softcap
-        case _:
-            widths = (cap := float(softcap),)
-    if not all(math.isfinite(width) and width > 0 for width in widths):
-        raise ValueError(f"{operation}: a softcap's scale and width are positive, got {softcap}")
-    return cap
+    return loss, targets, weights_M
 
 
 def constant(operation: str, target_weights):
@@ -197,20 +198,16 @@ def to_int32(ids):
     return ids.astype(jnp.int32)
 
 
-def reference(
-    logits_NV,
-    targets_N,
-    *,
-    vocab_size: int | None = None,
-    softcap: Number | SigmoidCap | None = None,
-    target_weights=None,
-    ignore_index: int | None = None,
-):
-    """Compute the definition in fp32 for every dtype. Return fp32 losses_N and dlogits_NV."""
-    v = logits_NV.shape[1]
-    vocab_size = v if vocab_size is None else vocab_size
-    targets, weights_M = checked_targets("fused_classifier", targets_N, target_weights)
-    targets_NM, known_NM, ignored_NM = _targets(to_int32(targets), vocab_size, ignore_index)
+def reference(logits_NV, targets_N, *, vocab_size=None, target_weights=None, **options):
+    """Compute the definition in fp32 for every dtype. Return fp32 losses_N and dlogits_NV.
+
+    Args:
+        vocab_size, target_weights, options: as in `fused_classifier`.
+    """
+    loss = Loss(logits_NV.shape[1] if vocab_size is None else vocab_size, **options)
+    loss, targets, weights_M = checked("fused_classifier", loss, targets_N, target_weights)
+    vocab_size, softcap = loss.vocab_size, loss.softcap
+    targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, loss.ignore_index)
 
     def losses(logits_NV):
         real_NV = logits_NV[:, :vocab_size].astype(jnp.float32)
@@ -245,65 +242,61 @@ def apply_softcap(x, softcap: Number | SigmoidCap | None):
             return c * jnp.tanh(x / c)
 
 
+def classify(
+    loss: Loss,
+    logits_NV: Float[Array, "N V"],
+    targets: Integer[Array, "..."],
+    weights_M: Float[Array, " M"] | None,
+    *,
+    scale: float | None = None,
+    implementation: str = "auto",
+) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
+    """Return losses_N and dlogits_NV as `fused_classifier`, for arguments from `checked`.
+
+    With a scale, the second result is dlogits · scale in float8_e5m2, clipped to the largest e5m2
+    number and rounded stochastically (`gemm.stochastic_e5m2`). The probability of a vocabulary
+    entry varies little between rows, so errors of rounding to the nearest number would add up in
+    sums over rows. The Triton kernel reads each row once from memory and converts in registers.
+    These results have no derivative.
+    """
+    arrays = (logits_NV, targets)
+    backend = _dispatch.select(
+        "fused_classifier", implementation, arrays=arrays, softcap=loss.softcap
+    )
+    if backend == "reference":
+        losses_N, dlogits_NV = reference(*arrays, target_weights=weights_M, **vars(loss))
+        return losses_N, dlogits_NV.astype(logits_NV.dtype)
+    options = Options(backend, loss, scale)
+    if scale is not None:
+        return _run(options, *arrays, weights_M)
+    weights_M = constant("fused_classifier", weights_M)
+    return _calls.differentiable("fused_classifier", _classify, options, *arrays, weights_M)
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Static options of a call."""
 
     backend: str
-    vocab_size: int
-    softcap: Number | SigmoidCap | None
-    ignore_index: int | None
-
-    @property
-    def loss_options(self) -> dict:
-        return {
-            "vocab_size": self.vocab_size,
-            "softcap": self.softcap,
-            "ignore_index": self.ignore_index,
-        }
-
-
-def classify_to_fp8(
-    logits_NV: Float[Array, "N V"],
-    targets: Integer[Array, "..."],
-    weights_M: Float[Array, " M"] | None,
-    *,
-    scale: float,
-    vocab_size: int,
-    softcap: Number | SigmoidCap | None = None,
-    ignore_index: int | None = None,
-) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
-    """Return losses_N in fp32, and dlogits_NV · scale in float8_e5m2.
-
-    dlogits · scale is clipped to the largest e5m2 number and rounded stochastically
-    (`gemm.stochastic_e5m2`). The probability of a vocabulary entry varies little between rows, so
-    errors of rounding to the nearest number would add up in sums over rows. The Triton kernel reads
-    each row once from memory and converts in registers. The results have no derivative.
-
-    Args:
-        targets, weights_M: from `checked_targets`.
-        scale: factor of dlogits.
-        vocab_size, softcap, ignore_index: as in `fused_classifier`.
-    """
-    backend = _dispatch.select("fused_classifier", arrays=(logits_NV, targets), softcap=softcap)
-    options = Options(backend, vocab_size, softcap, ignore_index)
-    if backend == "triton":
-        return _in_triton(options, logits_NV, to_int32(targets), weights_M, fp8_scale=scale)
-    losses_N, dlogits_NV = _in_xla(logits_NV, to_int32(targets), weights_M, **options.loss_options)
-    largest = float(jnp.finfo(jnp.float8_e5m2).max)
-    return losses_N, stochastic_e5m2((dlogits_NV * scale).clip(-largest, largest))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _classify(options, logits_NV, targets, weights_M):
-    return _run(options, logits_NV, targets, weights_M)
+    loss: Loss
+    scale: float | None
 
 
 def _run(options, logits_NV, targets, weights_M):
+    how, scale = vars(options.loss), options.scale
     if options.backend == "triton":
-        return _in_triton(options, logits_NV, targets, weights_M)
-    losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **options.loss_options)
-    return losses_N, dlogits_NV.astype(logits_NV.dtype)
+        from pallas_kernels.classifier import triton
+
+        f = functools.partial(triton.classify, scale=scale, **how)
+        launch = _calls.batched("fused_classifier", f, shared=1, overwrites=scale is None)
+        return launch(logits_NV, targets, weights_M)
+    losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **how)
+    if scale is None:
+        return losses_N, dlogits_NV.astype(logits_NV.dtype)
+    return losses_N, stochastic_e5m2((dlogits_NV * scale).clip(-largest(E5M2), largest(E5M2)))
+
+
+_classify = jax.custom_vjp(_run, nondiff_argnums=(0,))
 
 
 def _classify_forward(options, *primals):
@@ -325,14 +318,6 @@ def _classify_backward(options, dlogits_NV, cotangents):
 
 
 _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
-
-
-def _in_triton(options, logits_NV, targets, weights_M, *, fp8_scale: float | None = None):
-    from pallas_kernels.classifier import triton
-
-    classify = functools.partial(triton.classify, **options.loss_options, fp8_scale=fp8_scale)
-    launch = _calls.batched("fused_classifier", classify, shared=1, overwrites=fp8_scale is None)
-    return launch(logits_NV, targets, weights_M)
 
 
 def _in_xla(logits_NV, targets, weights_M, *, vocab_size, softcap, ignore_index):
@@ -373,22 +358,6 @@ def _slope(x, softcap):
             return scale / width * sigma * (1 - sigma)
         case c:
             return 1 - jnp.tanh(x / c) ** 2
-
-
-def _check(logits_NV, targets_N, vocab_size):
-    shape = logits_NV.shape
-    rows_match = len(shape) == 2 and targets_N.shape[:1] == shape[:1]
-    if not (rows_match and 0 < vocab_size <= shape[1]):
-        raise ValueError(
-            "fused_classifier: expected logits (N, V), targets (N,) or (N, M), and "
-            f"0 < vocab_size ≤ V, got {logits_NV.shape}, {targets_N.shape}, {vocab_size}"
-        )
-    if logits_NV.dtype not in _dispatch.DTYPES:
-        raise ValueError(
-            f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
-        )
-    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
-        raise ValueError(f"fused_classifier: expected integer targets, got {targets_N.dtype}")
 
 
 # ----------------------------------------------------------------------------------------- examples

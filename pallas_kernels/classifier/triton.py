@@ -46,21 +46,12 @@ class Row(NamedTuple):
     FACTOR: float | None
 
 
-def classify(
-    logits_NV,
-    targets,
-    target_weights,
-    *,
-    vocab_size,
-    softcap,
-    ignore_index,
-    fp8_scale: float | None = None,
-):
+def classify(logits_NV, targets, target_weights, *, vocab_size, softcap, ignore_index, scale=None):
     """Return losses_N and dlogits_NV; dlogits_NV overwrites the logits.
 
     Args:
         targets: (N,), or (N, M) with target_weights of shape (M,).
-        fp8_scale: None, or a factor of dlogits_NV, which is then a new array in float8_e5m2.
+        scale: None, or a factor of dlogits_NV, which is then a new array in float8_e5m2.
     """
     n, v = logits_NV.shape
     k = 16 // logits_NV.dtype.itemsize  # 16 bytes, the widest load
@@ -77,7 +68,7 @@ def classify(
         case _:
             cap = map(float, softcap)
     losses = jax.ShapeDtypeStruct((n,), jnp.float32)
-    if fp8_scale is None:
+    if scale is None:
         new, results = (None,), {"out": [losses], "in_place": (0,)}
     else:
         dlogits, most = jax.ShapeDtypeStruct((n, v), jnp.float8_e5m2), _most_registers(warps, v % k)
@@ -92,7 +83,7 @@ def classify(
         **results,
         grid=(n,),
         num_warps=warps,
-        ROW=Row(v, vocab_size, ignore_index, 32 * warps, k, m, *cap, fp8_scale),
+        ROW=Row(v, vocab_size, ignore_index, 32 * warps, k, m, *cap, scale),
     )
     return losses_N, dlogits_NV
 

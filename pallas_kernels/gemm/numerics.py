@@ -49,6 +49,7 @@ from pallas_kernels.gemm.operands import (
     quantize,
     quantize_by_largest,
     scale_for,
+    transposed,
     why_not_fp8,
 )
 from pallas_kernels.gemm.sums import sum_rows
@@ -109,7 +110,7 @@ class Numerics(abc.ABC):
 
     name = "custom"
     gradient_scale: float | None = None
-    """Constant scale of the gradient of logits, if the classifier stores it in FP8."""
+    """Constant scale of the gradient of logits, if `gradient` receives it in e5m2."""
 
     @property
     def plain(self) -> "Plain":
@@ -154,6 +155,10 @@ class Numerics(abc.ABC):
     def weight(self, w: Any, output_major: bool = False) -> Operand:
         """Return the operand of a weight (I, O), or of one stored as (O, I) if `output_major`. A
         tuple of matrices is one matrix with their columns side by side."""
+
+    def head(self, w_VC: jax.Array, dtype: jax.typing.DTypeLike) -> Operand:
+        """Return the operand of the LM head's weight, for several matmuls of x in `dtype`."""
+        return self.weight(w_VC, output_major=True)
 
     @abc.abstractmethod
     def gradient(self, dy: jax.Array) -> Operand:
@@ -224,6 +229,11 @@ class Plain(Numerics):
     def weight(self, w, output_major=False):
         # Matmuls cast the weight: a cast copy would be saved for the backward pass.
         return Operand(w).T if output_major else Operand(w)
+
+    def head(self, w_VC, dtype):
+        w = Operand(None, w_VC.astype(dtype))
+        # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls support any order.
+        return w if dtype != jnp.float32 else Operand(transpose_copy(w.k_major), w.k_major)
 
     def gradient(self, dy):
         return Operand(dy)
@@ -344,10 +354,13 @@ class Fp8(Numerics):
         return operand.T if output_major else operand
 
     def gradient(self, dy):
-        # All rows, since the rows of ignored targets may be zero. Reading all columns would take a
-        # third of the time of the conversion.
-        how = {"headroom": self.headroom, "factor": self.activation_scale, "sampled": True}
-        q = quantize_by_largest(dy, E5M2, **how)
+        if dy.dtype == E5M2:  # the classifier's gradient of the logits
+            q = Operand(dy, transposed(dy), factor=self.gradient_scale)
+        else:
+            # All rows, since the rows of ignored targets may be zero. Reading all columns would
+            # take a third of the time of the conversion.
+            how = {"headroom": self.headroom, "factor": self.activation_scale, "sampled": True}
+            q = quantize_by_largest(dy, E5M2, **how)
         count("output_gradient", q.rows)
         return q
 

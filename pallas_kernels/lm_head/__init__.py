@@ -33,8 +33,9 @@ dW computes dW in x's dtype.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -42,20 +43,11 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels.classifier import (
-    SigmoidCap,
-    checked_softcap,
-    checked_targets,
-    classify_to_fp8,
-    constant,
-    fused_classifier,
-    to_int32,
-)
+from pallas_kernels.classifier import Loss, SigmoidCap, checked, classify, constant
 from pallas_kernels.classifier import reference as classifier_reference
-from pallas_kernels.gemm.clipping import count, counted
+from pallas_kernels.gemm.clipping import counted
 from pallas_kernels.gemm.numerics import HEAD, Numerics, NumericsFacts, numerics_of
-from pallas_kernels.gemm.operands import Operand, transposed
-from pallas_kernels.transpose import transpose_copy
+from pallas_kernels.gemm.operands import Operand
 
 # Default number of tokens in a chunk. On an H200 the head's matmul reaches 780 TFLOP/s in chunks of
 # 16,384 rows, and 640–700 with 65,536 rows at once.
@@ -147,51 +139,33 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype "
             f"or float32, got x in {x_NC.dtype} and w in {w_VC.dtype}"
         )
-    if not jnp.issubdtype(targets_N.dtype, jnp.integer):
-        raise ValueError(f"linear_cross_entropy: expected integer targets, got {targets_N.dtype}")
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
-    targets, weights_M = checked_targets(
-        "linear_cross_entropy", targets_N, target_weights, ignore_index
-    )
-    softcap = checked_softcap("linear_cross_entropy", softcap)
-    loss = {"vocab_size": vocab_size, "softcap": softcap, "ignore_index": ignore_index}
+    loss = Loss(vocab_size, softcap, ignore_index)
+    loss, targets, weights_M = checked("linear_cross_entropy", loss, targets_N, target_weights)
     if backend == "reference":
-        return reference(x_NC, w_VC, targets, target_weights=weights_M, **loss)
-    weights_M = constant("linear_cross_entropy", weights_M)
-    arrays = (x_NC, w_VC, to_int32(targets), weights_M)
-    if backend == "fused":
-        options = Options(chunk or _even_chunk(n), numerics, **loss)
-        f = counted("linear_cross_entropy", _fused, numerics.quantized)
+        return reference(x_NC, w_VC, targets, target_weights=weights_M, **vars(loss))
+    arrays = (x_NC, w_VC, targets, constant("linear_cross_entropy", weights_M))
+    if backend == "xla":
+        f, chunk = _in_xla, chunk or n
+    else:
+        f, chunk = counted("linear_cross_entropy", _fused, numerics.quantized), chunk or _even(n)
         # In fp16, g x may underflow.
-        if options.chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
+        if chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
-        return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
-    options = Options(chunk or n, numerics, **loss)
-    return _calls.differentiable("linear_cross_entropy", _in_xla, options, *arrays)
+    options = Options(chunk, numerics, loss)
+    return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
 
 
-def reference(
-    x_NC,
-    w_VC,
-    targets_N,
-    *,
-    vocab_size: int | None = None,
-    softcap: float | int | SigmoidCap | None = None,
-    target_weights=None,
-    ignore_index: int | None = None,
-):
-    """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,)."""
+def reference(x_NC, w_VC, targets_N, **options):
+    """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,).
+
+    Args:
+        options: those of the classifier's `reference`.
+    """
     x_NC, w_VC = x_NC.astype(jnp.float32), w_VC.astype(jnp.float32)
     logits_NV = jnp.einsum("nc,vc->nv", x_NC, w_VC, precision=jax.lax.Precision.HIGHEST)
-    return classifier_reference(
-        logits_NV,
-        targets_N,
-        vocab_size=vocab_size,
-        softcap=softcap,
-        target_weights=target_weights,
-        ignore_index=ignore_index,
-    )[0]
+    return classifier_reference(logits_NV, targets_N, **options)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,60 +174,42 @@ class Options:
 
     chunk: int
     numerics: Numerics
-    vocab_size: int
-    softcap: float | int | SigmoidCap | None
-    ignore_index: int | None
+    loss: Loss
 
-    @property
-    def loss(self) -> dict[str, Any]:
-        """Options of the classifier."""
-        names = "vocab_size", "softcap", "ignore_index"
-        return {name: getattr(self, name) for name in names}
-
-    def gradients(self, x_KC, w: Operand, targets, weights_M):
-        """Return losses_K, dx_KC and the chunk's part of dW_VC in fp32; w from `prepare`."""
+    def gradients(self, w: Operand, weights_M, x_KC, targets):
+        """Return losses_K and dx_KC, and the chunk's part of dW_VC in fp32."""
         numerics, x = self.numerics, self.numerics.activation(x_KC)
-        logits_KV = numerics.matmul(x, w, x_KC.dtype)
-        if numerics.gradient_scale is None:
-            losses_K, dlogits_KV = self.classify(logits_KV, targets, weights_M)
-            dlogits = numerics.gradient(dlogits_KV)
-        else:
-            scale = numerics.gradient_scale
-            losses_K, d8_KV = classify_to_fp8(
-                logits_KV, targets, weights_M, scale=scale, **self.loss
-            )
-            count("output_gradient", d8_KV)
-            dlogits = Operand(d8_KV, transposed(d8_KV), factor=scale)
-        return losses_K, numerics.input_gradient(dlogits, w, x_KC.dtype), self.dw(dlogits, x)
+        logits_KV, scale = numerics.matmul(x, w, x_KC.dtype), numerics.gradient_scale
+        losses_K, dlogits_KV = classify(self.loss, logits_KV, targets, weights_M, scale=scale)
+        dlogits = numerics.gradient(dlogits_KV)
+        dx_KC = numerics.input_gradient(dlogits, w, x_KC.dtype)
+        return (losses_K, dx_KC), self.dw(dlogits, x)
 
     def dw(self, dlogits: Operand, x: Operand):
         """Return dlogitsᵀ x in fp32; in TF32 without copies of operands."""
         return self.numerics.matmul(dlogits.T, x, jnp.float32)
 
-    def prepare(self, w_VC, dtype) -> Operand:
-        """Return the operand of the (C, V) matrix that `gradients` reads."""
-        if self.numerics.quantized:
-            return self.numerics.weight(w_VC, output_major=True)
-        w = Operand(None, w_VC.astype(dtype))
-        # TF32 matmuls on Hopper need both operands K-major; 16-bit matmuls support any order.
-        return w if dtype != jnp.float32 else Operand(transpose_copy(w.k_major), w.k_major)
+    def classified(self, x_KC, w_VC, targets, weights_M, implementation="auto"):
+        """Return losses_K and dlogits_KV, with logits in x's dtype."""
+        logits_KV = self.numerics.plain.matmul(Operand(x_KC), Operand(w_VC).T, x_KC.dtype)
+        how = {"implementation": implementation}
+        return classify(self.loss, logits_KV, targets, weights_M, **how)
 
-    def logits(self, x_KC, w_VC):
-        """Return the logits of a call that is not differentiated."""
-        return self.numerics.plain.matmul(Operand(x_KC), Operand(w_VC).T, x_KC.dtype)
-
-    def classify(self, logits_KV, targets, weights_M, implementation="auto"):
-        """Return losses_K and dlogits_KV of a chunk."""
-        how = self.loss | {"target_weights": weights_M, "implementation": implementation}
-        return fused_classifier(logits_KV, targets, **how)
-
-    def chunks(self, *arrays):
-        """Split the arrays along their first axis."""
-        n = arrays[0].shape[0]
-        return [tuple(a[i : i + self.chunk] for a in arrays) for i in range(0, n, self.chunk)]
+    def over_chunks(self, f, x_NC, *others):
+        """Return the first results of f for each chunk, concatenated, and the sum of the second."""
+        rows, total = [], None
+        for start in range(0, len(x_NC), self.chunk):
+            x_KC, *of_chunk = (a[start : start + self.chunk] for a in (x_NC, *others))
+            # Without this dependency, the compiler may compute the logits of all chunks first, and
+            # keep all logits alive.
+            x_KC, (rows, total) = jax.lax.optimization_barrier((x_KC, (rows, total)))
+            more_rows, more = f(x_KC, *of_chunk)
+            rows = [*rows, more_rows]
+            total = jax.tree.map(operator.add, total, more) if start else more
+        return jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows), total
 
 
-def _even_chunk(n: int) -> int:
+def _even(n: int) -> int:
     """Return the rows of a chunk: n split into equal parts of at most `CHUNK` rows, a multiple of
     128 where there are several."""
     parts = -(-n // CHUNK)
@@ -262,7 +218,7 @@ def _even_chunk(n: int) -> int:
 
 def _in_xla(options, x_NC, w_VC, targets, weights_M):
     def losses(x_KC, targets):
-        return options.classify(options.logits(x_KC, w_VC), targets, weights_M, "xla")[0]
+        return options.classified(x_KC, w_VC, targets, weights_M, "xla")[0]
 
     n = x_NC.shape[0]
     if n == options.chunk:
@@ -273,30 +229,20 @@ def _in_xla(options, x_NC, w_VC, targets, weights_M):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(options, x_NC, w_VC, targets, weights_M):
-    w_VC, losses = w_VC.astype(x_NC.dtype), []
-    for x_KC, of_chunk in options.chunks(x_NC, targets):
-        x_KC, losses = _after(x_KC, losses)
-        logits_KV = options.logits(x_KC, w_VC)
-        losses = [*losses, options.classify(logits_KV, of_chunk, weights_M)[0]]
-    return jnp.concatenate(losses)
+    w_VC = w_VC.astype(x_NC.dtype)
 
+    def losses(x_KC, targets):
+        return options.classified(x_KC, w_VC, targets, weights_M)[0], None
 
-def _after(x_KC, earlier):
-    """Return both arguments, with a dependency of x_KC on `earlier`. Without the dependency, the
-    compiler may compute the logits of all chunks first, and keep all logits alive."""
-    return jax.lax.optimization_barrier((x_KC, earlier))
+    return options.over_chunks(losses, x_NC, targets)[0]
 
 
 def _fused_forward(options, x_NC, w_VC, targets, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    head, losses, dx, dw_VC = options.prepare(w_VC, x_NC.dtype), [], [], None
-    for x_KC, of_chunk in options.chunks(x_NC, targets):
-        x_KC, (dw_VC, dx) = _after(x_KC, (dw_VC, dx))
-        losses_K, dx_KC, more_VC = options.gradients(x_KC, head, of_chunk, weights_M)
-        losses, dx = [*losses, losses_K], [*dx, dx_KC]
-        dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
-    saved = (jnp.concatenate(dx), dw_VC, x_NC, w_VC, targets, weights_M)
-    return jnp.concatenate(losses), saved
+    head = options.numerics.head(w_VC, x_NC.dtype)
+    gradients = functools.partial(options.gradients, head, weights_M)
+    (losses_N, dx_NC), dw_VC = options.over_chunks(gradients, x_NC, targets)
+    return losses_N, (dx_NC, dw_VC, x_NC, w_VC, targets, weights_M)
 
 
 def _scaled(x_KC, g_K):
@@ -313,22 +259,20 @@ def _fused_backward(options, saved, g_N):
     # detects at compile time that all g_n are equal, and removes the branch below.
     bits_N = jax.lax.bitcast_convert_type(g_N, jnp.uint32)
     first, alike = bits_N[0], (bits_N == bits_N[0]).all()
-    if options.ignore_index is not None:
+    if options.loss.ignore_index is not None:
         # Skip the cotangents of ignored tokens: these cotangents may differ from the others, such
         # as 0 for a masked mean, and do not contribute.
-        counts_N = (targets != options.ignore_index).reshape(len(g_N), -1).any(-1)
+        counts_N = (targets != options.loss.ignore_index).reshape(len(g_N), -1).any(-1)
         first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
         alike |= ((bits_N == first) | ~counts_N).all()
 
     def recompute():
-        dw_VC = None
-        for x_KC, of_chunk, g_K in options.chunks(x_NC, targets, g_N):
-            x_KC, dw_VC = _after(x_KC, dw_VC)
-            dlogits_KV = options.classify(options.logits(x_KC, w_VC), of_chunk, weights_M)[1]
+        def dw(x_KC, targets, g_K):
+            dlogits_KV = options.classified(x_KC, w_VC, targets, weights_M)[1]
             g_x, plain = Operand(_scaled(x_KC, g_K)), options.numerics.plain
-            more_VC = plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
-            dw_VC = more_VC if dw_VC is None else dw_VC + more_VC
-        return dw_VC
+            return None, plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
+
+        return options.over_chunks(dw, x_NC, targets, g_N)[1]
 
     dw_VC = jax.lax.cond(
         alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), recompute
@@ -346,14 +290,14 @@ def _in_one_chunk(options, x_NC, w_VC, targets, weights_M):
 
 def _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    losses_N, dlogits_NV = options.classify(options.logits(x_NC, w_VC), targets, weights_M)
+    losses_N, dlogits_NV = options.classified(x_NC, w_VC, targets, weights_M)
     return losses_N, (dlogits_NV, x_NC, w_VC)
 
 
 def _in_one_chunk_backward(options, saved, g_N):
     dlogits_NV, x_NC, w_VC = saved
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
-    w, dlogits = options.prepare(w_VC, x_NC.dtype), Operand(dlogits_NV)
+    w, dlogits = options.numerics.head(w_VC, x_NC.dtype), Operand(dlogits_NV)
     dx_NC = _scaled(options.numerics.input_gradient(dlogits, w, x_NC.dtype), g_N)
     dw_VC = options.dw(dlogits, Operand(_scaled(x_NC, g_N)))
     return dx_NC, dw_VC.astype(w_VC.dtype), None, None

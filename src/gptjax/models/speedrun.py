@@ -47,7 +47,7 @@ from gptjax.models.layers import (
 )
 from gptjax.optim import Group, Matrices
 from pallas_kernels import flash_attention, linear, rms_norm
-from pallas_kernels.classifier import SigmoidCap, apply_softcap, checked_targets, to_int32
+from pallas_kernels.classifier import Loss, SigmoidCap, apply_softcap, checked, to_int32
 from pallas_kernels.feed_forward import activated_mlp
 from pallas_kernels.gemm import Numerics, Operand
 from pallas_kernels.gemm.operands import exact
@@ -456,7 +456,8 @@ class Speedrun(Model):
         Targets that are `ignore_index` or after the sequence have no term. `token_weights` are the
         K weights, an array or a tuple; None for the stage's. See `Model.losses`.
         """
-        checked_targets("Speedrun.losses", targets_BT.reshape(-1), None, ignore_index)
+        loss = Loss(self.config.vocab_size, SOFTCAP, ignore_index)
+        checked("Speedrun.losses", loss, targets_BT.reshape(-1))
         weights = self.config.stage.token_weights if token_weights is None else token_weights
         # The kernel for one target needs no weights. No target is the smallest int32.
         alone = isinstance(weights, tuple) and weights == (1.0,)
