@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
-from pallas_kernels.norm import Options, _backward, _forward
+from pallas_kernels.norm import Options, run
 
 N = 65536
 EPS = 1e-5
@@ -45,13 +45,11 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
 
     def forward(backend):
         options = Options(EPS, centred, out_dtype, backend)
-        return lambda x, residual: _forward(options, x, residual, *parameters())
+        return lambda x, residual: run("forward", options, x, residual, *parameters(), None)
 
     def backward(backend):
         options = Options(EPS, centred, out_dtype, backend)
-        return lambda dy, dtotal, total, stats: _backward(
-            options, dy, dtotal, total, stats, parameters()[0]
-        )
+        return lambda *arrays: run("backward", options, *arrays, parameters()[0])
 
     def torch_forward(torch):
         scale, bias = (

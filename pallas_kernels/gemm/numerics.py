@@ -126,6 +126,12 @@ class Numerics(abc.ABC):
         """Return None if the default device computes these matmuls, else the reason."""
         return None
 
+    @property
+    def stored_activation(self) -> tuple[jax.typing.DTypeLike, float] | None:
+        """Dtype and factor of the rows that a norm stores for `activation`. None: the norm stores
+        an array, and `activation` converts it."""
+        return None
+
     def hidden_format(self, activation: str, dtype: jax.typing.DTypeLike) -> HiddenFormat | None:
         """Return how kernels store a(u) of x in `dtype`. None: there are no kernels, and
         `activation` and `gradient` convert the hidden layer."""
@@ -325,6 +331,10 @@ class Fp8(Numerics):
     @property
     def plain(self):
         return self.undifferentiated
+
+    @property
+    def stored_activation(self):
+        return E4M3, self.activation_scale
 
     def why_not(self):
         return why_not_fp8()

@@ -37,7 +37,6 @@ triton and xla are differentiable once, in reverse mode.
 
 import dataclasses
 import functools
-import math
 from typing import Literal
 
 import jax
@@ -46,8 +45,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
-from pallas_kernels.gemm.numerics import Fp8, Numerics, NumericsFacts, Plain, numerics_of
-from pallas_kernels.gemm.operands import E4M3, Operand, exact, transposed
+from pallas_kernels.gemm.numerics import (
+    Fp8,
+    Numerics,
+    NumericsFacts,
+    Plain,
+    numerics_of,
+    rows_of,
+)
+from pallas_kernels.gemm.operands import Operand, exact, largest, transposed
 
 MAX_CHANNELS = 8192
 """Limit of the Triton kernels: a longer row does not fit into the registers of a program."""
@@ -111,21 +117,15 @@ def layer_norm(
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
     """
+    if residual_bias is not None and residual is None:
+        raise ValueError(
+            "layer_norm: residual_bias is added together with a residual, and there is none; "
+            "pass both or neither"
+        )
     parameters = {"scale": scale, "bias": bias}
     if residual_bias is not None:
-        if residual is None:
-            raise ValueError(
-                "layer_norm: residual_bias is added together with a residual, and there is none; "
-                "pass both or neither"
-            )
         parameters["residual_bias"] = residual_bias
-    out_dtype = _check("layer_norm", x, residual, parameters, out_dtype)
-    arrays = (x, residual, scale, bias, residual_bias)
-    how = numerics_of("layer_norm", numerics, None, Fp8())
-    facts = {"channels": x.shape[-1], "numerics": how}
-    backend = _dispatch.select("layer_norm", implementation, arrays=arrays, **facts)
-    options = Options(eps, True, out_dtype, backend, how)
-    return _apply(options, x, residual, scale, bias, residual_bias)
+    return _apply("layer_norm", x, residual, parameters, eps, out_dtype, numerics, implementation)
 
 
 def rms_norm(
@@ -146,38 +146,31 @@ def rms_norm(
 
     The other arguments, the result and the errors are as in `layer_norm`.
     """
-    out_dtype = _check(
-        "rms_norm", x, residual, {} if scale is None else {"scale": scale}, out_dtype
-    )
-    how = numerics_of("rms_norm", numerics, None, Fp8())
-    facts = {"channels": x.shape[-1], "numerics": how}
-    backend = _dispatch.select("rms_norm", implementation, arrays=(x, residual, scale), **facts)
-    return _apply(Options(eps, False, out_dtype, backend, how), x, residual, scale, None, None)
+    parameters = {} if scale is None else {"scale": scale}
+    return _apply("rms_norm", x, residual, parameters, eps, out_dtype, numerics, implementation)
 
 
 def reference(x, scale, bias, *, residual=None, residual_bias=None, eps=1e-5):
     """Compute the definition of layer_norm in fp32 for every input dtype. Return fp32 arrays."""
-    return _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
+    y, total = _reference(x, residual, scale, bias, residual_bias, eps, centred=True)
+    return y if residual is None else (y, total)
 
 
 def rms_reference(x, scale=None, *, residual=None, eps=1e-6):
     """Compute the definition of rms_norm in fp32 for every input dtype. Return fp32 arrays."""
-    return _reference(x, residual, scale, None, None, eps, centred=False)
+    y, total = _reference(x, residual, scale, None, None, eps, centred=False)
+    return y if residual is None else (y, total)
 
 
 def _reference(x, residual, scale, bias, residual_bias, eps, *, centred):
-    x, residual, scale, bias, residual_bias = (
-        None if a is None else a.astype(jnp.float32)
-        for a in (x, residual, scale, bias, residual_bias)
-    )
-    total = x if residual is None else x + residual
-    # Explicit broadcasts: strict rank promotion raises at implicit ones.
-    total = total if residual_bias is None else total + jnp.broadcast_to(residual_bias, total.shape)
+    wide = functools.partial(_wide, shape=x.shape)
+    total = wide(x) if residual is None else wide(x) + wide(residual)
+    total = total if residual_bias is None else total + wide(residual_bias)
     y = total - total.mean(-1, keepdims=True) if centred else total
     y = y / jnp.sqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
-    y = y if scale is None else y * jnp.broadcast_to(scale, y.shape)
-    y = y if bias is None else y + jnp.broadcast_to(bias, y.shape)
-    return y if residual is None else (y, total)
+    y = y if scale is None else y * wide(scale)
+    y = y if bias is None else y + wide(bias)
+    return y, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,11 +183,12 @@ class Options:
     out_dtype: jnp.dtype
     backend: str
     numerics: Numerics = Plain()
+    residual_bias: bool = False
 
     @property
-    def fp8_scale(self) -> float | None:
-        """Factor of the rows that the kernel stores in FP8, or None."""
-        return self.numerics.activation_scale if isinstance(self.numerics, Fp8) else None
+    def stored(self) -> tuple[jax.typing.DTypeLike, float | None]:
+        """Dtype and factor of the rows that the kernel stores; None: they are not scaled."""
+        return self.numerics.stored_activation or (self.out_dtype, None)
 
     @property
     def operation(self) -> str:
@@ -202,46 +196,46 @@ class Options:
         return "layer_norm" if self.centred else "rms_norm"
 
 
-def _apply(options, x, residual, scale, bias, residual_bias):
-    if options.backend == "reference":
-        out = _reference(
-            x, residual, scale, bias, residual_bias, options.eps, centred=options.centred
-        )
-        if residual is None:
-            return out.astype(options.out_dtype)
-        return out[0].astype(options.out_dtype), out[1].astype(x.dtype)
-    y, total = _calls.differentiable(
-        options.operation, _norm, options, x, residual, scale, bias, residual_bias
-    )
+def _apply(operation, x, residual, parameters, eps, out_dtype, numerics, implementation):
+    out_dtype = _check(operation, x, residual, parameters, out_dtype)
+    how = numerics_of(operation, numerics, None, Fp8())
+    facts = {"channels": x.shape[-1], "numerics": how}
+    arrays = (x, residual, *map(parameters.get, ("scale", "bias", "residual_bias")))
+    backend = _dispatch.select(operation, implementation, arrays=arrays, **facts)
+    has_bias = "residual_bias" in parameters
+    options = Options(eps, operation == "layer_norm", out_dtype, backend, how, has_bias)
+    if backend == "reference":
+        y, total = _reference(*arrays, eps, centred=options.centred)
+        y, total = y.astype(out_dtype), total.astype(x.dtype)
+    else:
+        y, total = _calls.differentiable(operation, _norm, options, *arrays)
     return y if residual is None else (y, total)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _norm(options, x, residual, scale_C, bias_C, residual_bias_C):
-    plain = dataclasses.replace(options, numerics=Plain())
-    y, total, _ = _forward(plain, x, residual, scale_C, bias_C, residual_bias_C)
+def _norm(options, *arrays):
+    y, total, _ = run("forward", dataclasses.replace(options, numerics=Plain()), *arrays)
     return _operand(options, y) if options.numerics.quantized else y, total
 
 
 def _operand(options, y) -> Operand:
-    return dataclasses.replace(options.numerics.activation(_rows(y)), exact=y)
+    return dataclasses.replace(options.numerics.activation(rows_of(y)), exact=y)
 
 
 def _norm_forward(options, *primals):
-    x, residual, scale_C, bias_C, residual_bias_C = (
-        jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-    )
-    y, total, stats = _forward(options, x, residual, scale_C, bias_C, residual_bias_C)
-    if options.fp8_scale is not None:
-        y_16 = (y.astype(jnp.float32) / options.fp8_scale).astype(options.out_dtype)
-        y = Operand(_rows(y), transposed(_rows(y)), exact=y_16, factor=options.fp8_scale)
+    arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
+    y, total, stats = run("forward", options, *arrays)
+    factor = options.stored[1]
+    if factor is not None:
+        y_16, rows = (y.astype(jnp.float32) / factor).astype(options.out_dtype), rows_of(y)
+        y = Operand(rows, transposed(rows), exact=y_16, factor=factor)
     elif options.numerics.quantized:
         y = _operand(options, y)
-    return (y, total), (x if residual is None else total, stats, scale_C, residual_bias_C)
+    x, _, scale_C, *_ = arrays
+    return (y, total), (x if total is None else total, stats, scale_C)
 
 
 def _norm_backward(options, saved, cotangents):
-    total, stats, scale_C, residual_bias_C = saved
     dy, dtotal = exact(cotangents[0]), cotangents[1]
     has_residual = dtotal is not None
     # The last norm of a network does not use total: pass no zeros as the gradient of total.
@@ -249,99 +243,79 @@ def _norm_backward(options, saved, cotangents):
         dtotal = None
     if isinstance(dy, jax.custom_derivatives.SymbolicZero):
         dy = jnp.zeros(dy.shape, dy.dtype)
-    has_bias = residual_bias_C is not None
-    dx, *dparameters_C = _backward(
-        options, dy, dtotal, total, stats, scale_C, residual_bias=has_bias
-    )
+    dx, *dparameters_C = run("backward", options, dy, dtotal, *saved)
     return dx, dx if has_residual else None, *dparameters_C
 
 
 _norm.defvjp(_norm_forward, _norm_backward, symbolic_zeros=True)
 
 
-def _forward(options, x, residual, scale_C, bias_C, residual_bias_C=None):
-    """Return (y, total or None, statistics).
+def run(direction: Literal["forward", "backward"], options: Options, *arrays):
+    """Run a pass of the back end.
 
-    The statistics of x (..., C) are (S, ...) or (S, N).
+    forward (x, residual, scale, bias, residual_bias): return (y, total, statistics). total is None
+        without a residual. The statistics, mean and rstd or rstd alone, are (S, ...) or (S, N).
+    backward (dy, dtotal, total, statistics, scale): return (dx, dscale, dbias, dresidual_bias),
+        None for absent arguments. dx is the gradient of both x and the residual; dtotal is None if
+        total is not used.
     """
-    static = {"eps": options.eps, "centred": options.centred, "out_dtype": options.out_dtype}
-    static["fp8_scale"] = options.fp8_scale
     if options.backend == "xla":
-        return _xla_forward(x, residual, scale_C, bias_C, residual_bias_C, **static)
+        return {"forward": _xla_forward, "backward": _xla_backward}[direction](options, *arrays)
     from pallas_kernels.norm import triton
 
-    kernel = _calls.looped(options.operation, functools.partial(triton.forward, **static))
-    y_NC, total_NC, stats_SN = kernel(_rows(x), _rows(residual), scale_C, bias_C, residual_bias_C)
-    return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
+    kernel = functools.partial(getattr(triton, direction), options)
+    return _calls.looped(options.operation, kernel)(*arrays)
 
 
-def _backward(options, dy, dtotal, total, stats, scale_C, *, residual_bias=False):
-    """Return (dx, dscale, dbias, dresidual_bias).
-
-    Args:
-        residual_bias: whether there is a residual_bias.
-    """
-    static = {"centred": options.centred, "residual_bias": residual_bias}
-    if options.backend == "xla":
-        return _xla_backward(dy, dtotal, total, stats, scale_C, **static)
-    from pallas_kernels.norm import triton
-
-    kernel = _calls.looped(options.operation, functools.partial(triton.backward, **static))
-    dx_NC, *dparameters_C = kernel(_rows(dy), _rows(dtotal), _rows(total), stats, scale_C)
-    return dx_NC.reshape(total.shape), *dparameters_C
-
-
-def _rows(x):
-    return None if x is None else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-
-
-def _xla_forward(
-    x, residual, scale_C, bias_C, residual_bias_C, *, eps, centred, out_dtype, fp8_scale
-):
+def _xla_forward(options, x, residual, scale_C, bias_C, residual_bias_C):
     # No reshape: GSPMD may have sharded the axes.
-    total = x.astype(jnp.float32)
+    wide = functools.partial(_wide, shape=x.shape)
+    total = wide(x)
     if residual is not None:
-        total = total + residual.astype(jnp.float32)
-        if residual_bias_C is not None:
-            total = total + jnp.broadcast_to(residual_bias_C.astype(jnp.float32), total.shape)
+        total = total + wide(residual)
+        total = total if residual_bias_C is None else total + wide(residual_bias_C)
         total = total.astype(x.dtype)
     y = total.astype(jnp.float32)
     mean = y.mean(-1, keepdims=True)
-    if centred:
-        y = y - mean
-    rstd = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + eps)
+    y = y - mean if options.centred else y
+    rstd = jax.lax.rsqrt(jnp.square(y).mean(-1, keepdims=True) + options.eps)
     y = y * rstd
-    if scale_C is not None:
-        y = y * jnp.broadcast_to(scale_C.astype(jnp.float32), y.shape)
-    if bias_C is not None:
-        y = y + jnp.broadcast_to(bias_C.astype(jnp.float32), y.shape)
-    stats = jnp.stack([mean[..., 0], rstd[..., 0]] if centred else [rstd[..., 0]])
-    if fp8_scale is not None:
-        y, out_dtype = (y * fp8_scale).clip(-448.0, 448.0), E4M3
-    return y.astype(out_dtype), None if residual is None else total, stats
+    y = y if scale_C is None else y * wide(scale_C)
+    y = y if bias_C is None else y + wide(bias_C)
+    stats = jnp.stack([mean[..., 0], rstd[..., 0]] if options.centred else [rstd[..., 0]])
+    dtype, factor = options.stored
+    if factor is not None:
+        y = (y * factor).clip(-largest(dtype), largest(dtype))
+    return y.astype(dtype), None if residual is None else total, stats
 
 
-def _xla_backward(dy, dtotal, total, stats, scale_C, *, centred, residual_bias):
-    dy, xhat = dy.astype(jnp.float32), total.astype(jnp.float32)
-    if centred:
+def _xla_backward(options, dy, dtotal, total, stats, scale_C):
+    wide = functools.partial(_wide, shape=dy.shape)
+    dy, xhat = wide(dy), wide(total)
+    if options.centred:
         xhat = xhat - stats[0][..., None]
     xhat = xhat * stats[-1][..., None]
-    g = dy if scale_C is None else dy * jnp.broadcast_to(scale_C.astype(jnp.float32), dy.shape)
+    g = dy if scale_C is None else dy * wide(scale_C)
     dx = g - xhat * (g * xhat).mean(-1, keepdims=True)
-    if centred:
+    if options.centred:
         dx = dx - g.mean(-1, keepdims=True)
     dx = dx * stats[-1][..., None]
     if dtotal is not None:
         dx = dx + dtotal.astype(jnp.float32)
-    rows = tuple(range(dy.ndim - 1))
-    dscale_C = None if scale_C is None else (dy * xhat).sum(rows).astype(scale_C.dtype)
-    dbias_C = dy.sum(rows).astype(scale_C.dtype) if centred else None
     dx = dx.astype(total.dtype)
+
+    def summed(x):
+        return x.astype(jnp.float32).sum(tuple(range(x.ndim - 1))).astype(scale_C.dtype)
+
+    dscale_C = None if scale_C is None else summed(dy * xhat)
+    dbias_C = summed(dy) if options.centred else None
     # Sum the rounded dx: XLA can load the stored dx instead of recomputing dx.
-    dresidual_bias_C = (
-        dx.astype(jnp.float32).sum(rows).astype(scale_C.dtype) if residual_bias else None
-    )
-    return dx, dscale_C, dbias_C, dresidual_bias_C
+    return dx, dscale_C, dbias_C, summed(dx) if options.residual_bias else None
+
+
+def _wide(x, shape):
+    """Return x in fp32, broadcast explicitly: strict rank promotion raises at implicit ones."""
+    return jnp.broadcast_to(x.astype(jnp.float32), shape)
 
 
 def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
@@ -382,21 +356,17 @@ def _layer_norm_example(rows, dtype):
     """GPT-2's residual stream: every option, so every sum of the backward pass."""
     x_NC, p_C = jax.ShapeDtypeStruct((rows, 768), dtype), jax.ShapeDtypeStruct((768,), jnp.float32)
 
-    def with_residual(f):
-        def call(x_NC, r_NC, scale_C, bias_C, rb_C, **how):
-            return f(x_NC, scale_C, bias_C, residual=r_NC, residual_bias=rb_C, **how)
+    def call(f):
+        return lambda x_NC, residual, scale_C, bias_C, residual_bias, **how: f(
+            x_NC, scale_C, bias_C, residual=residual, residual_bias=residual_bias, **how
+        )
 
-        return call
-
-    arrays = (x_NC, x_NC, p_C, p_C, p_C)
-    return _dispatch.Example(with_residual(layer_norm), with_residual(reference), arrays)
+    return _dispatch.Example(call(layer_norm), call(reference), (x_NC, x_NC, p_C, p_C, p_C))
 
 
 @_dispatch.example("rms_norm")
 def _rms_norm_example(rows, dtype):
     """A row without a residual: the kernels without mean and bias."""
-    arrays = (
-        jax.ShapeDtypeStruct((rows, 1024), dtype),
-        jax.ShapeDtypeStruct((1024,), jnp.float32),
-    )
-    return _dispatch.Example(rms_norm, rms_reference, arrays)
+    x_NC = jax.ShapeDtypeStruct((rows, 1024), dtype)
+    scale_C = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    return _dispatch.Example(rms_norm, rms_reference, (x_NC, scale_C))

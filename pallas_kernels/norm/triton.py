@@ -38,9 +38,7 @@ MAX_SHARED_BYTES = 90_000
 
 
 @triton.jit
-def load_chunk(
-    ptr, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
-):
+def load_chunk(ptr, first, k, N, C, ROWS, LANES):
     """Load chunk k of the rows from `first` on, with 0 out of bounds.
 
     The load has no mask if no chunk of this shape can be out of bounds.
@@ -55,15 +53,7 @@ def load_chunk(
 
 
 @triton.jit
-def load_tile(
-    ptr,
-    first,
-    N: tl.constexpr,
-    C: tl.constexpr,
-    ROWS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def load_tile(ptr, first, N, C, ROWS, CHUNKS: tl.constexpr, LANES):
     tile = ()
     for k in tl.static_range(CHUNKS):
         tile += (load_chunk(ptr, first, k, N, C, ROWS, LANES),)
@@ -71,15 +61,20 @@ def load_tile(
 
 
 @triton.jit
-def store_chunk(
-    ptr, chunk, first, k, N: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr
-):
+def store_chunk(ptr, chunk, first, k, N, C, ROWS, LANES):
     i, c = tl.arange(0, ROWS)[:, None], k * LANES + tl.arange(0, LANES)[None, :]
     ptr += tl.cast(first, tl.int64) * C + (i * C + c)
     if N % ROWS == 0 and (k + 1) * LANES <= C:
         tl.store(ptr, chunk.to(ptr.dtype.element_ty))
     else:
         tl.store(ptr, chunk.to(ptr.dtype.element_ty), mask=(first + i < N) & (c < C))
+
+
+@triton.jit
+def store_sum(partial_ptr, chunk, vector, k, C, LANES):
+    """Store the sum of chunk k over the program's rows as partial sum of a vector: 0, 1 or 2."""
+    partial_ptr += vector * tl.num_programs(0) * C
+    store_chunk(partial_ptr, tl.sum(chunk, 0, keep_dims=True), 0, k, 1, C, 1, LANES)
 
 
 @triton.jit
@@ -95,29 +90,27 @@ def norm_forward(
     N: tl.constexpr,
     C: tl.constexpr,
     EPS: tl.constexpr,
-    CENTRED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_RESIDUAL_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    Y_SCALE: tl.constexpr,
+    Y_LARGEST: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
-    FP8_SCALE: tl.constexpr = None,
 ):
+    CENTRED: tl.constexpr = bias_ptr is not None
     i, first = tl.arange(0, ROWS), tl.program_id(0) * ROWS
-    if HAS_SCALE:
+    if scale_ptr is not None:
         scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
     if CENTRED:
         bias = load_tile(bias_ptr, 0, 1, C, 1, CHUNKS, LANES)
     x = load_tile(x_ptr, first, N, C, ROWS, CHUNKS, LANES)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = load_tile(residual_ptr, first, N, C, ROWS, CHUNKS, LANES)
-        if HAS_RESIDUAL_BIAS:
+        if residual_bias_ptr is not None:
             residual_bias = load_tile(residual_bias_ptr, 0, 1, C, 1, CHUNKS, LANES)
         total = ()
         for k in tl.static_range(CHUNKS):
             chunk = x[k].to(tl.float32) + residual[k].to(tl.float32)
-            if HAS_RESIDUAL_BIAS:
+            if residual_bias_ptr is not None:
                 chunk += residual_bias[k].to(tl.float32)
             total += (chunk.to(total_ptr.dtype.element_ty),)
         for k in tl.static_range(CHUNKS):
@@ -142,13 +135,13 @@ def norm_forward(
     rstd = rstd[:, None]
     for k in tl.static_range(CHUNKS):
         y = (x[k].to(tl.float32) - mean) * rstd
-        if HAS_SCALE:
+        if scale_ptr is not None:
             y *= scale[k].to(tl.float32)
         if CENTRED:
             y += bias[k].to(tl.float32)
-        if FP8_SCALE is not None:
-            y = tl.maximum(y * FP8_SCALE, -448.0, propagate_nan=tl.PropagateNan.ALL)
-            y = tl.minimum(y, 448.0, propagate_nan=tl.PropagateNan.ALL)
+        if Y_SCALE is not None:
+            y = tl.maximum(y * Y_SCALE, -Y_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            y = tl.minimum(y, Y_LARGEST, propagate_nan=tl.PropagateNan.ALL)
         store_chunk(y_ptr, y, first, k, N, C, ROWS, LANES)
 
 
@@ -164,29 +157,27 @@ def norm_backward(
     N: tl.constexpr,
     C: tl.constexpr,
     CENTRED: tl.constexpr,
-    HAS_DTOTAL: tl.constexpr,
-    HAS_RESIDUAL_BIAS: tl.constexpr,
-    HAS_SCALE: tl.constexpr,
+    RESIDUAL_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNKS: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     i = tl.arange(0, ROWS)
-    if HAS_SCALE:
+    if scale_ptr is not None:
         scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
     dscale, dbias, dresidual_bias = (), (), ()
     for k in tl.static_range(CHUNKS):  # noqa: B007
-        if HAS_SCALE:
+        if scale_ptr is not None:
             dscale += (tl.zeros((ROWS, LANES), tl.float32),)
         if CENTRED:
             dbias += (tl.zeros((ROWS, LANES), tl.float32),)
-        if HAS_RESIDUAL_BIAS:
+        if RESIDUAL_BIAS:
             dresidual_bias += (tl.zeros((ROWS, LANES), tl.float32),)
     for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         dy = load_tile(dy_ptr, first, N, C, ROWS, CHUNKS, LANES)
         total = load_tile(total_ptr, first, N, C, ROWS, CHUNKS, LANES)
-        if HAS_DTOTAL:
+        if dtotal_ptr is not None:
             dtotal = load_tile(dtotal_ptr, first, N, C, ROWS, CHUNKS, LANES)
         rstd = tl.load(
             stats_ptr + (N if CENTRED else 0) + first + i, mask=first + i < N, other=0.0
@@ -203,7 +194,7 @@ def norm_backward(
             g_centred = g * (total[k].to(tl.float32) - mean)
             if CENTRED:
                 dbias += (old_dbias[k] + g,)
-            if HAS_SCALE:
+            if scale_ptr is not None:
                 dscale += (old_dscale[k] + g_centred * rstd,)
                 g *= scale[k].to(tl.float32)
                 g_centred *= scale[k].to(tl.float32)
@@ -215,36 +206,25 @@ def norm_backward(
             shift = tl.sum(sum_g, 1)[:, None] / C * -rstd
         for k in tl.static_range(CHUNKS):
             g = dy[k].to(tl.float32)
-            if HAS_SCALE:
+            if scale_ptr is not None:
                 g *= scale[k].to(tl.float32)
             dx = (total[k].to(tl.float32) - mean) * slope
             if CENTRED:
                 dx += shift
             dx += g * rstd
-            if HAS_DTOTAL:
+            if dtotal_ptr is not None:
                 dx += dtotal[k].to(tl.float32)
-            if HAS_RESIDUAL_BIAS:
+            if RESIDUAL_BIAS:
                 dresidual_bias += (old_dresidual_bias[k] + dx,)
             store_chunk(dx_ptr, dx, first, k, N, C, ROWS, LANES)
     partial_ptr += tl.program_id(0) * C
     for k in tl.static_range(CHUNKS):
-        if HAS_SCALE:
-            store_chunk(partial_ptr, tl.sum(dscale[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
+        if scale_ptr is not None:
+            store_sum(partial_ptr, dscale[k], 0, k, C, LANES)
         if CENTRED:
-            dbias_ptr = partial_ptr + tl.num_programs(0) * C
-            store_chunk(dbias_ptr, tl.sum(dbias[k], 0, keep_dims=True), 0, k, 1, C, 1, LANES)
-        if HAS_RESIDUAL_BIAS:
-            dresidual_bias_ptr = partial_ptr + 2 * tl.num_programs(0) * C
-            store_chunk(
-                dresidual_bias_ptr,
-                tl.sum(dresidual_bias[k], 0, keep_dims=True),
-                0,
-                k,
-                1,
-                C,
-                1,
-                LANES,
-            )
+            store_sum(partial_ptr, dbias[k], 1, k, C, LANES)
+        if RESIDUAL_BIAS:
+            store_sum(partial_ptr, dresidual_bias[k], 2, k, C, LANES)
 
 
 @triton.jit
@@ -277,65 +257,40 @@ def sum_partials(
         tl.store(dresidual_bias_ptr + c, total.to(dresidual_bias_ptr.dtype.element_ty), mask=c < C)
 
 
-def forward(
-    x_NC,
-    residual_NC,
-    scale_C,
-    bias_C,
-    residual_bias_C,
-    *,
-    eps,
-    centred,
-    out_dtype,
-    fp8_scale: float | None = None,
-):
-    """Return (y, total, statistics).
-
-    total is None without `residual_NC`. The statistics are mean and rstd, or rstd alone. With
-    `fp8_scale`, y is multiplied by the scale and stored in e4m3.
-    """
-    n, c = x_NC.shape
-    tile = _tile(n, c, FORWARD_ELEMENTS, x_NC.dtype, out_dtype)
-    if fp8_scale is not None:
-        out_dtype, tile["FP8_SCALE"] = jnp.float8_e4m3fn, fp8_scale
+def forward(options, x, residual, scale_C, bias_C, residual_bias_C):
+    """`run("forward", …)` of the package."""
+    n, c = math.prod(x.shape[:-1]), x.shape[-1]
+    dtype, y_scale = options.stored
+    tile = _tile(n, c, FORWARD_ELEMENTS, x.dtype, options.out_dtype)
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
-        # Pass x in place of an absent array: the kernel does not read that pointer.
-        *(
-            x_NC if array is None else array
-            for array in (x_NC, residual_NC, scale_C, bias_C, residual_bias_C)
-        ),
+        *(x.reshape(n, c), None if residual is None else residual.reshape(n, c)),
+        *(scale_C, bias_C, residual_bias_C),
         out=[
-            jax.ShapeDtypeStruct((n, c), out_dtype),
-            jax.ShapeDtypeStruct((1, 1) if residual_NC is None else (n, c), x_NC.dtype),
-            jax.ShapeDtypeStruct((2 if centred else 1, n), jnp.float32),
+            jax.ShapeDtypeStruct((n, c), dtype),
+            jax.ShapeDtypeStruct((1, 1) if residual is None else (n, c), x.dtype),
+            jax.ShapeDtypeStruct((1 + options.centred, n), jnp.float32),
         ],
         grid=(triton.cdiv(n, tile["ROWS"]),),
-        EPS=eps,
-        CENTRED=centred,
-        HAS_RESIDUAL=residual_NC is not None,
-        HAS_RESIDUAL_BIAS=residual_bias_C is not None,
-        HAS_SCALE=scale_C is not None,
+        EPS=options.eps,
+        Y_SCALE=y_scale,
+        Y_LARGEST=float(jnp.finfo(dtype).max),
         **tile,
     )
-    return y_NC, None if residual_NC is None else total_NC, stats_SN
+    return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
 
 
-def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual_bias):
-    """Return (dx, dscale, dbias, dresidual_bias), None for absent arguments.
-
-    dx is the gradient of both x and the residual. `dtotal_NC` is None if total is not used.
-    """
-    n, c = total_NC.shape
+def backward(options, dy, dtotal, total, stats_SN, scale_C):
+    """`run("backward", …)` of the package."""
+    n, c = math.prod(total.shape[:-1]), total.shape[-1]
+    itemsize, residual_bias = total.dtype.itemsize, options.residual_bias
     table = BACKWARD
     if residual_bias:
         on_10 = (_dispatch.capability() or (9, 0))[0] == 10
         table = BACKWARD_WITH_BIAS_10 if on_10 else BACKWARD_WITH_BIAS
-    elements, warps_per_sm, stages = (
-        BACKWARD_OF_FEW if n <= FEW_ROWS else table[total_NC.dtype.itemsize]
-    )
-    tile = _tile(n, c, elements, dy_NC.dtype, total_NC.dtype)
-    if residual_bias and n > FEW_ROWS and total_NC.dtype.itemsize == 2 and tile["num_warps"] == 4:
+    elements, warps_per_sm, stages = BACKWARD_OF_FEW if n <= FEW_ROWS else table[itemsize]
+    tile = _tile(n, c, elements, dy.dtype, total.dtype)
+    if residual_bias and n > FEW_ROWS and itemsize == 2 and tile["num_warps"] == 4:
         warps_per_sm = FOUR_WARPS_A_ROW
     # A CPU device, on which the interpreter runs, has no attribute core_count.
     sms = getattr(jax.devices()[0], "core_count", 1)
@@ -343,31 +298,26 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
     # The smallest number of programs with the same number of iterations: 512 for 4,096 rows. The
     # partial sums of 528 programs would need a second iteration of `sum_partials`.
     programs = triton.cdiv(tiles, triton.cdiv(tiles, most))
-    bytes_per_channel = dy_NC.dtype.itemsize + total_NC.dtype.itemsize * (
-        1 if dtotal_NC is None else 2
-    )
+    bytes_per_channel = dy.dtype.itemsize + itemsize * (1 if dtotal is None else 2)
     copied_ahead = (stages - 1) * tile["ROWS"] * tile["CHUNKS"] * tile["LANES"] * bytes_per_channel
-    sums = 0 if scale_C is None else 1 + centred + residual_bias
+    sums = 0 if scale_C is None else 1 + options.centred + residual_bias
     dx_NC, partial_SPC = _triton.call(
         norm_backward,
-        *(
-            dy_NC if array is None else array
-            for array in (dy_NC, dtotal_NC, total_NC, stats_SN, scale_C)
-        ),
+        *(None if x is None else x.reshape(n, c) for x in (dy, dtotal, total)),
+        *(stats_SN, scale_C),
         out=[
-            jax.ShapeDtypeStruct((n, c), total_NC.dtype),
+            jax.ShapeDtypeStruct((n, c), total.dtype),
             jax.ShapeDtypeStruct((sums, programs, c) if sums else (1, 1, 1), jnp.float32),
         ],
         grid=(programs,),
-        CENTRED=centred,
-        HAS_DTOTAL=dtotal_NC is not None,
-        HAS_RESIDUAL_BIAS=residual_bias,
-        HAS_SCALE=scale_C is not None,
+        CENTRED=options.centred,
+        RESIDUAL_BIAS=residual_bias,
         STAGES=stages if copied_ahead <= MAX_SHARED_BYTES else 1,
         **tile,
     )
+    dx = dx_NC.reshape(total.shape)
     if scale_C is None:
-        return dx_NC, None, None, None
+        return dx, None, None, None
     sums_C = _triton.call(
         sum_partials,
         partial_SPC,
@@ -379,7 +329,7 @@ def backward(dy_NC, dtotal_NC, total_NC, stats_SN, scale_C, *, centred, residual
         ROWS=512,
         LANES=16,
     )
-    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(sums_C))
+    return dx, *(row_C if row < sums else None for row, row_C in enumerate(sums_C))
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:
