@@ -1,6 +1,7 @@
 """Inputs, the textbook, and the check by the 2× rule for the tests of
 pallas_kernels.flash_attention. Shapes are (B, T, H, K, D)."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,12 +13,10 @@ from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import in_fp64, with_gradients
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
-from pallas_kernels.attention import mosaic_backward, mosaic_forward, reference
+from pallas_kernels.attention import Options, mosaic_backward, mosaic_forward, reference
 from pallas_kernels.attention.documents import document_bounds
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
-SPLIT_HEADS = mosaic_backward.Tiles(whole_heads=False)
-WHOLE_HEADS = mosaic_backward.Tiles(whole_heads=True)
 
 
 def inputs(shape, dtype, seed=0):
@@ -171,49 +170,44 @@ def check(back_end, shape, dtype, *, multiply=None, seed=0, norms=(rms, max_abs)
 
 # ------------------------------------------------------------------------------------------- Mosaic
 
-SMALL = mosaic_forward.Tiles(block_kv=64, stages=2, warpgroups=2, q_slots=1)
-
 
 @functools.cache
-def mosaic_kernel(part, tiles, options):
+def mosaic_kernel(part, options, static):
     run = mosaic_forward.forward if part == "forward" else mosaic_backward.backward
-    how = {"causal": True, "scale": None, "window": None, "deterministic": False}
-    how |= {"true_fp32": False, "tiles": tiles} | dict(options)
-
-    def f(operands, *args):
-        scale = operands[0].shape[-1] ** -0.5 if how["scale"] is None else how["scale"]
-        return run(operands, *args, **how | {"scale": scale})
-
-    return jax.jit(f)
+    return jax.jit(functools.partial(run, options=options, **dict(static)))
 
 
-def check_mosaic(part, shape, dtype=jnp.float16, tiles=SMALL, *, packed=False, with_dlse=False,
-                 args=None, deterministic=False, **mask):  # fmt: skip
+def check_mosaic(part, shape, dtype=jnp.float16, *, packed=False, with_dlse=False, args=None,
+                 segment_ids=None, whole_heads=True, **mask):  # fmt: skip
     """Results of one kernel, the "forward" or the "backward" pass, by the 2× rule. Return them."""
+    ids = {} if segment_ids is None else {"segment_ids": segment_ids}
     if args is None:
         args, (dout, dlse) = inputs(shape, dtype)
-        plain, exact = expected(shape, dtype, lse=with_dlse, **mask)
+        plain, exact = expected(shape, dtype, lse=with_dlse, **mask, **ids)
     else:
         args, (dout, dlse) = args
-        plain, exact = plain_and_exact(args, (dout, dlse * jnp.float32(with_dlse)), **mask)
-    options = {k: v for k, v in mask.items() if k != "segment_ids"}
-    ids = mask.get("segment_ids")
-    bounds = None if ids is None else document_bounds(ids, window=mask.get("window"))
+        directions = dout, dlse * jnp.float32(with_dlse)
+        plain, exact = plain_and_exact(args, directions, **mask, **ids)
+    options = Options(**{"scale": shape[-1] ** -0.5} | mask)
+    bounds = None
+    if ids:
+        bounds = document_bounds(segment_ids, window=options.window)
+        options = dataclasses.replace(options, window=None)
     operands = (jnp.stack(args, axis=2),) if packed else args
-    inputs_of = (operands, bounds)
+    inputs_of, static = (operands, bounds), ()
     if part == "backward":
-        options["deterministic"] = deterministic
+        static = (("whole_heads", whole_heads),)
         lse, out = jnp.asarray(exact[1], jnp.float32), jnp.asarray(exact[0], dtype)
         inputs_of += (lse, dout, out, dlse if with_dlse else None)
     # Not while matmuls of XLA are in progress: they and the interpreter can wait for each other's
     # threads.
-    kernel = mosaic_kernel(part, tiles, tuple(options.items()))
+    kernel = mosaic_kernel(part, options, static)
     found = jax.block_until_ready(kernel(*jax.block_until_ready(inputs_of)))
     if part == "forward":
         assert found[0].dtype == dtype and found[1].dtype == jnp.float32
         compare(found, plain[:2], exact[:2], NAMES[:2])
         return found
-    if not (deterministic or (tiles and tiles.whole_heads)):
+    if not whole_heads:
         forget_races()
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in operands]
     found = tuple(found[0][:, :, i] for i in range(3)) if packed else found

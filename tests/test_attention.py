@@ -129,6 +129,8 @@ def test_errors():
         ((q[:, :, [0, 1, 1]], k, v), {}, "a multiple of that of key heads"),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 3), jnp.int32)}, ids),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 4))}, ids),
+        ((q, k, v), {"numerics": "fp8"}, "flash_attention: expected numerics as one of .*'fp8'"),
+        ((q, k, v), {"numerics": "tf32", "precision": "highest"}, "numerics or precision, got"),
     ]:
         refused(flash_attention, *args, **how, match=message)
     refused(flash_attention_qkv, jnp.zeros((1, 4, 2, 2, 8)), match=packed)
@@ -190,6 +192,19 @@ def test_auto_takes_the_fastest_that_can_run(
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: capability)
     assert selected(dtype, length, head_dim, **how) == chosen
+
+
+@pytest.mark.parametrize("numerics, precision", [("fp32", "highest"), ("tf32", "high")])
+def test_numerics_name_a_precision(numerics, precision):
+    (q, k, v), _ = inputs((1, 8, 2, 2, 16), jnp.float32)
+    qkv = jnp.stack([q, k, v], 2)
+    for f, args in ((flash_attention, (q, k, v)), (flash_attention_qkv, (qkv,))):
+        named, given, default = (
+            str(jax.make_jaxpr(functools.partial(f, **how))(*args))
+            for how in ({"numerics": numerics}, {"precision": precision}, {"numerics": "bf16"})
+        )
+        assert named.replace("Precision.", "").lower() == given.replace("Precision.", "").lower()
+        assert named != default
 
 
 def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch):

@@ -9,21 +9,13 @@ import numpy as np
 import pytest
 from kernel_tools import forget_races, lower_for_h200
 
-from pallas_kernels.attention import flash_attention_qkv, mosaic_backward
-from pallas_kernels.attention.mosaic_backward_tiles import Tiles
+from pallas_kernels.attention import Options, flash_attention_qkv, mosaic_backward
 from pallas_kernels.attention.projected import projected_attention
 
 SCALE = 64.0
-HOW = {
-    "causal": True,
-    "window": None,
-    "deterministic": False,
-    "true_fp32": False,
-    "bias": True,
-}
 
 
-def gradients(batch, time, heads, head_dim, tiles):
+def gradients(batch, time, heads, head_dim):
     """Return ((dqkv,), Σ dq, Σ dO) in 16 bits, and ((rows, transposed), Σ dq, Σ dO) in FP8."""
     rng = np.random.default_rng(0)
     qkv, dout = (
@@ -31,15 +23,14 @@ def gradients(batch, time, heads, head_dim, tiles):
         for rest in ((3,), ())
     )
     out, lse = flash_attention_qkv(qkv, return_lse=True, implementation="xla")
-    backward = functools.partial(mosaic_backward.backward, **HOW, scale=head_dim**-0.5, tiles=tiles)
+    how = {"options": Options(scale=head_dim**-0.5), "bias": True, "whole_heads": True}
+    backward = functools.partial(mosaic_backward.backward, **how)
     operands = ((qkv,), None, lse, dout, out, None)
     return backward(*operands), backward(*operands, fp8_scale=jnp.float32(SCALE))
 
 
-def check(batch, time, heads, head_dim, tiles):
-    ((plain,), dq, dout), ((rows, transposed), dq8, dout8) = gradients(
-        batch, time, heads, head_dim, tiles
-    )
+def check(*shape):
+    ((plain,), dq, dout), ((rows, transposed), dq8, dout8) = gradients(*shape)
     assert rows.dtype == transposed.dtype == jnp.float8_e5m2 and rows.shape == plain.shape
     bits, transposed_bits = (
         np.asarray(jax.lax.bitcast_convert_type(x, jnp.uint8)) for x in (rows, transposed)
@@ -57,13 +48,9 @@ def check(batch, time, heads, head_dim, tiles):
     np.testing.assert_allclose(dq8, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "time, head_dim, tiles", [(256, 64, Tiles()), (128, 64, None), (128, 128, None)]
-)
-def test_on_a_cpu(mosaic_on_cpu, monkeypatch, time, head_dim, tiles):
-    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
-    check(1, time, 2, head_dim, tiles)
-    forget_races()
+@pytest.mark.parametrize("time, head_dim", [(256, 64), (128, 128)])
+def test_on_a_cpu(mosaic_on_cpu, time, head_dim):
+    check(1, time, 2, head_dim)
 
 
 def projected_gradients(batch, time, heads):
@@ -117,7 +104,9 @@ def test_lowers_for_an_h200(head_dim):
 
     def f(qkv, lse, dout, out, scale):
         operands = ((qkv,), None, lse, dout, out, None)
-        return mosaic_backward.backward(*operands, **HOW, scale=0.1, fp8_scale=scale)
+        return mosaic_backward.backward(
+            *operands, options=Options(scale=0.1), bias=True, fp8_scale=scale
+        )
 
     text = lower_for_h200(
         f,
@@ -140,6 +129,5 @@ def test_where_it_can_be_stored(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch, time, heads, head_dim", [(22, 1024, 12, 64), (32, 512, 8, 128)])
-def test_on_a_gpu(monkeypatch, batch, time, heads, head_dim):
-    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
-    check(batch, time, heads, head_dim, None)
+def test_on_a_gpu(batch, time, heads, head_dim):
+    check(batch, time, heads, head_dim)

@@ -1,7 +1,6 @@
 """The Mosaic kernels of flash attention on Hopper, forward and backward, with and without packed
 documents: on the host, in JAX's interpreter for Mosaic GPU, lowered for an H200, and on a GPU."""
 
-import dataclasses
 import functools
 import itertools
 import re
@@ -11,10 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_tools import (
-    NAMES,
-    SMALL,
-    SPLIT_HEADS,
-    WHOLE_HEADS,
     call,
     check_mosaic,
     compare,
@@ -28,10 +23,14 @@ from rule_tools import runs_are_equal
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
 from pallas_kernels._mosaic import schedule
-from pallas_kernels.attention import mosaic_backward, mosaic_forward
+from pallas_kernels.attention import (
+    Options,
+    mosaic_backward,
+    mosaic_backward_kernel,
+    mosaic_forward,
+    mosaic_forward_kernel,
+)
 from pallas_kernels.attention.documents import document_bounds, padded, schedule_by_cost
-from pallas_kernels.attention.mosaic_backward import Tiles as BackwardTiles
-from pallas_kernels.attention.mosaic_forward import Tiles, key_blocks, why_not_tiles
 
 FP16, BF16 = jnp.float16, jnp.bfloat16
 FORWARD = functools.partial(check_mosaic, "forward")
@@ -49,7 +48,9 @@ def ids_of(*sequences):
     return np.stack([np.repeat(-np.arange(len(x)) % 3, x) for x in sequences]).astype(np.int32)
 
 
-EVERYWHERE = {"head_dim": 64, "causal": True, "tiles": dataclasses.asdict(SMALL)}
+def forward_sizes(length, **options):
+    return mosaic_forward_kernel.Sizes(Options(**options), length, 1, 1, 64, FP16, False)
+
 
 # -------------------------------------------------------------------------------------- on the host
 
@@ -57,17 +58,15 @@ EVERYWHERE = {"head_dim": 64, "causal": True, "tiles": dataclasses.asdict(SMALL)
 @pytest.mark.parametrize(
     "causal, window", [*((True, w) for w in (None, 1, 20, 64, 100, 129)), (False, None)]
 )
-@pytest.mark.parametrize(
-    "length, rows, block",
-    [(1, 64, 64), (7, 64, 128), (300, 64, 128), (300, 128, 64), (400, 128, 192)],
-)
-def test_key_blocks_against_the_mask(length, rows, block, causal, window):
+@pytest.mark.parametrize("length", [1, 7, 64, 300, 400])
+def test_key_blocks_against_the_mask(length, causal, window):
+    rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
     seen = visible(None, length, causal=causal, window=window)[0]
     seen = np.pad(seen, [(0, 0), (0, -length % block)])
-    how = {"rows": rows, "length": length, "block": block, "causal": causal, "window": window}
-    traced = jax.jit(functools.partial(key_blocks, **how))
+    key_blocks = forward_sizes(length, causal=causal, window=window).key_blocks
+    traced = jax.jit(key_blocks)
     for first in range(0, length, rows):
-        found = key_blocks(first, **how)
+        found = key_blocks(first)
         assert tuple(map(int, traced(first))) == found
         start, full_start, full_stop, stop = found
         assert 0 <= start <= full_start <= full_stop <= stop
@@ -102,37 +101,6 @@ def test_few_heads_are_under_way_together():
         pairs = zip(rows, ends, strict=True)
         under_way = {row[(end <= now).sum()] // 32 for row, end in pairs if end[-1] > now}
         assert len(under_way) <= 20
-
-
-def test_tiles_that_cannot_be_compiled_say_why(monkeypatch):
-    forward, backward = why_not_tiles, mosaic_backward.why_not_tiles
-    for head_dim, causal in itertools.product((64, 128), (True, False)):
-        assert forward(mosaic_forward.default_tiles(head_dim, causal), head_dim) is None
-    assert backward(BackwardTiles(stages=3), 64) is None
-    for why_not, tiles, head_dim, reason in [
-        (forward, Tiles(block_q=96), 64, "block_q is 64 or 128"),
-        (forward, Tiles(block_kv=80), 64, "block_kv is a multiple of 64"),
-        (forward, Tiles(warpgroups=4), 64, "1 to 3 warpgroups"),
-        (forward, Tiles(warpgroups=1), 64, "ping_pong needs at least two warpgroups"),
-        (forward, Tiles(stages=1), 64, "two stages"),
-        (forward, Tiles(stages=8), 64, "shared memory"),
-        (forward, Tiles(block_q=128, warpgroups=2, stages=2, q_slots=1), 64, "registers"),
-        (forward, Tiles(block_kv=256, stages=2), 64, "registers"),
-        (backward, BackwardTiles(stages=5), 64, "bytes of shared memory"),
-        (backward, BackwardTiles(key_stages=2), 128, "bytes of shared memory"),
-        (backward, BackwardTiles(stages=0), 64, "at least one"),
-        (backward, BackwardTiles(slots=2), 64, "only 1 of the slots"),
-    ]:
-        assert reason in why_not(tiles, head_dim)
-    for check, tiles in ((FORWARD, Tiles(stages=8)), (BACKWARD, BackwardTiles(stages=9))):
-        with pytest.raises(ValueError, match="cannot be used with head_dim=64: .*shared memory"):
-            check((1, 8, 1, 1, 64), tiles=tiles)
-    full = EVERYWHERE | {"causal": False, "tiles": {"stages": 2}}
-    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [full, EVERYWHERE]})
-    assert mosaic_forward.tiles("forward", 64, False) == {"stages": 2}
-    assert mosaic_forward.tiles("forward", 64, True) == EVERYWHERE["tiles"]
-    with pytest.raises(ValueError, match="no forward tiles for head_dim=128 causal=True"):
-        mosaic_forward.tiles("forward", 128, True)
 
 
 @pytest.mark.parametrize(
@@ -175,28 +143,23 @@ def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, windo
     bounds = padded(document_bounds(ids, window=window))
     seen = visible(ids, LENGTH, causal=causal, window=window)
     seen = np.pad(seen, [(0, 0), (0, -LENGTH % 128), (0, -LENGTH % 128)])
-    for rows, block in [(64, 64), (64, 128), (128, 64)]:
-        blocks = functools.partial(
-            mosaic_forward.key_blocks_of_documents,
-            rows=rows, length=LENGTH, block=block, causal=causal,
-        )  # fmt: skip
-        for b, first in np.ndindex(2, LENGTH):
-            if first % rows:
-                continue
-            top, bottom = (tuple(x[b, t] for x in bounds) for t in (first, first + rows - 1))
-            found = blocks(jnp.int32(first), top=top, bottom=bottom)
-            start, full_start, full_stop, stop = map(int, found)
-            mine = seen[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
-            assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
-            full = np.flatnonzero(mine.all((0, 2))).tolist()
-            # With rows that are out of bounds a full block may be masked.
-            ours = list(range(full_start, full_stop))
-            assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
-    for queries in (64, 128):
+    rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
+    key_blocks = forward_sizes(LENGTH, causal=causal).key_blocks
+    for b, first in itertools.product(range(2), range(0, LENGTH, rows)):
+        ends = tuple(tuple(x[b, t] for x in bounds) for t in (first, first + rows - 1))
+        start, full_start, full_stop, stop = map(int, key_blocks(jnp.int32(first), ends))
+        mine = seen[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
+        assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
+        full = np.flatnonzero(mine.all((0, 2))).tolist()
+        # With rows that are out of bounds a full block may be masked.
+        ours = list(range(full_start, full_stop))
+        assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
+    for head_dim, queries in ((128, 64), (64, 128)):
+        shape = (LENGTH, 1, 1, head_dim, FP16)
+        sizes = mosaic_backward_kernel.Sizes(Options(causal=causal), *shape, True, 1)
         for b, j in np.ndindex(2, 3):
             ends = bounds.first_BT[b, j * 128], bounds.last_BT[b, j * 128 + 127]
-            sizes = {"length": LENGTH, "queries": queries, "causal": causal, "window": None}
-            found = mosaic_backward.blocks_of_queries(j, *ends, **sizes)
+            found = sizes.queries_of(j, *ends)
             mine = seen[b, :, j * 128 : (j + 1) * 128].reshape(384 // queries, queries, 128)
             assert np.flatnonzero(mine.any((1, 2))).tolist() == list(range(*map(int, found)))
 
@@ -221,96 +184,67 @@ def test_schedule_by_cost_has_each_item_once_in_equal_shares(batch, heads, items
 # ------------------------------------------------------------------------------- in the interpreter
 
 
-LARGE = dataclasses.replace(SMALL, stages=3)
-ROW = (1, 330, 1, 1, 64)
 FORWARD_CASES = [
-    # Lengths: less than a tile, whole tiles, one more than two blocks.
-    ((1, 1, 1, 1, 64), FP16, SMALL, {}),
-    ((1, 7, 1, 1, 64), BF16, SMALL, {}),
-    ((1, 128, 1, 1, 64), FP16, SMALL, {}),
-    ((1, 257, 1, 1, 64), BF16, SMALL, {}),
-    ((2, 130, 3, 3, 64), FP16, SMALL, {}),  # more work than blocks
-    ((2, 100, 4, 2, 64), BF16, SMALL, {}),  # grouped heads
-    ((1, 130, 2, 2, 64), FP16, SMALL, {"causal": False}),
-    *(((1, 200, 1, 1, 64), FP16, SMALL, {"window": w}) for w in (1, 20, 64, 100)),
-    *(((1, 70, 1, 1, 64), FP16, SMALL, {"scale": scale}) for scale in (0.0, -0.2)),
-    ((1, 130, 1, 1, 128), FP16, LARGE, {}),
-    (ROW, FP16, Tiles(), {"window": 90}),
-    (ROW, FP16, Tiles(warpgroups=1, block_kv=64, stages=2, q_slots=1, ping_pong=False), {}),
-    (ROW, FP16, dataclasses.replace(LARGE, overlap=False, ping_pong=False), {"window": 90}),
-    (ROW, FP16, Tiles(stages=2, overlap=False), {}),
-    (ROW, FP16, Tiles(warpgroups=2, block_kv=192, stages=2, ping_pong=False), {}),
-    *(
-        (ROW, FP16, Tiles(block_q=128, warpgroups=2, block_kv=64, stages=2, q_slots=1), mask)
-        for mask in ({}, {"window": 90})
-    ),
+    # Less than a tile; one key more than two blocks; whole blocks.
+    ((1, 1, 1, 1, 64), FP16, {}),
+    ((1, 7, 1, 1, 128), BF16, {}),
+    ((1, 257, 1, 1, 64), BF16, {}),
+    ((1, 256, 1, 1, 128), FP16, {"causal": False}),
+    ((1, 130, 2, 2, 64), FP16, {"causal": False}),
+    ((2, 130, 3, 3, 64), FP16, {}),  # more work than blocks
+    ((2, 100, 4, 2, 64), BF16, {"scale": -0.2}),  # grouped heads
+    ((1, 70, 1, 1, 64), FP16, {"scale": 0.0}),
+    # One key; the edges in one block; whole blocks between the edges.
+    ((1, 300, 1, 1, 128), FP16, {"window": 1}),
+    ((1, 330, 1, 1, 64), FP16, {"window": 90}),
+    ((1, 400, 1, 1, 64), FP16, {"window": 200}),
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, tiles, mask", FORWARD_CASES, ids=str)
-def test_forward(mosaic_on_cpu, shape, dtype, tiles, mask):
-    assert why_not_tiles(tiles, shape[-1]) is None
-    FORWARD(shape, dtype, tiles, **mask)
+@pytest.mark.parametrize("shape, dtype, mask", FORWARD_CASES, ids=str)
+def test_forward(mosaic_on_cpu, shape, dtype, mask):
+    FORWARD(shape, dtype, **mask)
 
 
 ONE = (1, 136, 1, 1, 64)
+SPLIT = {"whole_heads": False}
 BACKWARD_CASES = [
-    ((1, 384, 1, 1, 64), BF16, WHOLE_HEADS, {}),
-    # Not a multiple of 8; one more than two blocks of keys; two in the last block; tiny ones.
-    ((1, 100, 1, 1, 64), FP16, WHOLE_HEADS, {}),
-    ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {}),
-    ((1, 130, 1, 1, 64), FP16, SPLIT_HEADS, {}),
-    ((2, 7, 1, 1, 64), BF16, WHOLE_HEADS, {}),
-    ((2, 136, 4, 2, 64), FP16, WHOLE_HEADS, {}),
-    ((1, 136, 4, 2, 64), FP16, SPLIT_HEADS, {}),
-    ((1, 264, 2, 2, 64), FP16, SPLIT_HEADS, {"packed": True}),
-    ((1, 257, 1, 1, 64), FP16, WHOLE_HEADS, {"causal": False}),
+    # Whole blocks; one key more than two blocks; tiny, and not a multiple of 8.
+    ((1, 384, 1, 1, 64), BF16, {}),
+    ((1, 257, 1, 1, 64), FP16, {"causal": False}),
+    ((1, 257, 1, 1, 64), FP16, SPLIT),
+    ((2, 7, 1, 1, 64), BF16, {}),
+    ((2, 136, 4, 2, 64), FP16, {"with_dlse": True}),
+    ((1, 136, 4, 2, 64), FP16, SPLIT),
+    ((1, 264, 2, 2, 64), FP16, SPLIT | {"packed": True}),
     # Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
-    ((1, 264, 1, 1, 64), FP16, WHOLE_HEADS, {"window": 70}),
-    ((1, 400, 1, 1, 64), FP16, WHOLE_HEADS, {"window": 270}),
-    ((1, 264, 1, 1, 64), FP16, SPLIT_HEADS, {"window": 140}),
-    *(
-        ((1, 264, 1, 1, 128), FP16, WHOLE_HEADS, mask)
-        for mask in ({}, {"causal": False}, {"window": 90})
-    ),
-    ((1, 200, 2, 1, 128), BF16, SPLIT_HEADS, {}),
-    (ONE, FP16, WHOLE_HEADS, {"with_dlse": True}),
-    (ONE, FP16, WHOLE_HEADS, {"scale": -0.2}),
-    *(
-        ((1, 272, 1, 1, head_dim), FP16, BackwardTiles(**options), {})
-        for head_dim, options in [
-            (64, {"stages": 3, "more_barriers": False, "whole_heads": True}),
-            (64, {"key_stages": 2, "whole_heads": True}),
-            (64, {"score_stages": 2, "whole_heads": True}),
-            (64, {"key_stages": 2, "whole_heads": False}),
-            (128, {"score_stages": 2, "slots": 2, "whole_heads": True}),
-        ]
-    ),
+    ((1, 264, 1, 1, 64), FP16, {"window": 70}),
+    ((1, 400, 1, 1, 64), FP16, {"window": 270}),
+    ((1, 264, 1, 1, 64), FP16, SPLIT | {"window": 140}),
+    *(((1, 264, 1, 1, 128), FP16, mask) for mask in ({}, {"causal": False}, {"window": 90})),
+    ((1, 200, 2, 1, 128), BF16, SPLIT),
+    (ONE, FP16, {"scale": -0.2}),
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, tiles, how", BACKWARD_CASES, ids=str)
-def test_backward(mosaic_on_cpu, shape, dtype, tiles, how):
-    BACKWARD(shape, dtype, tiles, **how)
+@pytest.mark.parametrize("shape, dtype, how", BACKWARD_CASES, ids=str)
+def test_backward(mosaic_on_cpu, shape, dtype, how):
+    BACKWARD(shape, dtype, **how)
 
 
-def test_packed_equals_separate(mosaic_on_cpu, monkeypatch):
-    for check, tiles in ((FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)):
-        found = [check((1, 136, 2, 2, 64), tiles=tiles, packed=packed) for packed in (True, False)]
-        jax.tree.map(np.testing.assert_array_equal, *found)
-    # The public functions, in tiles that a CPU can go through.
-    monkeypatch.setattr(mosaic_forward, "_choices", lambda: {"forward": [EVERYWHERE]})
-    (q, k, v), directions = inputs((1, 136, 2, 2, 64), FP16)
-    ours, packed = (call("mosaic", packed=p)(q, k, v) for p in (False, True))
-    jax.tree.map(np.testing.assert_array_equal, ours, packed)
-    compare(ours, *(x[:2] for x in plain_and_exact((q, k, v), directions)), NAMES[:2])
+def test_packed_equals_separate(mosaic_on_cpu):
+    """The public functions."""
+    args, directions = jax.block_until_ready(inputs((1, 136, 2, 2, 64), FP16))
+    found = [results(call("mosaic", packed=packed), args, directions) for packed in (True, False)]
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    compare(found[0], *plain_and_exact(args, directions))
 
 
 def test_a_window_of_one(mosaic_on_cpu):
     """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets
     pass only for small gradients."""
     args, (dout, dlse) = inputs(ONE, FP16)
-    BACKWARD(ONE, tiles=WHOLE_HEADS, args=(args, (dout / FP16(16), dlse)), window=1)
+    BACKWARD(ONE, args=(args, (dout / FP16(16), dlse)), window=1)
 
 
 def test_very_negative_scores(mosaic_on_cpu):
@@ -318,7 +252,7 @@ def test_very_negative_scores(mosaic_on_cpu):
     likely than any key."""
     (q, k, v), directions = inputs((1, 100, 1, 1, 64), FP16)
     args = (jnp.abs(q) * FP16(8), -jnp.abs(k) * FP16(8), v), directions
-    ours = BACKWARD(ONE, tiles=WHOLE_HEADS, args=args, causal=False)
+    ours = BACKWARD(ONE, args=args, causal=False)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
 
 
@@ -330,20 +264,19 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize(
-    "check, tiles, name",
+    "check, how, name",
     [
-        *itertools.product([FORWARD], [SMALL], DOCUMENTS),
-        *itertools.product([BACKWARD], [WHOLE_HEADS], DOCUMENTS),
-        (BACKWARD, SPLIT_HEADS, "head dimension 128"),
+        *itertools.product([FORWARD, BACKWARD], [{}], DOCUMENTS),
+        (BACKWARD, SPLIT, "head dimension 128"),
     ],
 )
-def test_documents(mosaic_on_cpu, check, tiles, name):
+def test_documents(mosaic_on_cpu, check, how, name):
     shape, documents, mask = DOCUMENTS[name]
-    check(shape, tiles=tiles, segment_ids=ids_of(*documents), **mask)
+    check(shape, segment_ids=ids_of(*documents), **how, **mask)
 
 
-@pytest.mark.parametrize("check, tiles", [(FORWARD, SMALL), (BACKWARD, WHOLE_HEADS)])
-def test_documents_do_not_see_each_other(mosaic_on_cpu, check, tiles):
+@pytest.mark.parametrize("check", [FORWARD, BACKWARD])
+def test_documents_do_not_see_each_other(mosaic_on_cpu, check):
     """Results outside of a document are the same bits, whatever its tokens are."""
     ids, shape = ids_of(EDGES), (1, LENGTH, 2, 1, 64)
     document = np.zeros(ids.shape, bool)
@@ -353,7 +286,7 @@ def test_documents_do_not_see_each_other(mosaic_on_cpu, check, tiles):
     found = []
     for q, k, v, direction in ((*args, dout), changed):
         mine = ((q, k, v), (direction, dlse))
-        found.append(check(shape, tiles=tiles, args=mine, segment_ids=ids))
+        found.append(check(shape, args=mine, segment_ids=ids))
     for before, after in zip(*found, strict=True):
         if before.shape[1] != LENGTH:  # L
             before, after = (jnp.moveaxis(x, 2, 1) for x in (before, after))
@@ -406,63 +339,43 @@ def test_sums_become_dq_where_it_lies(triton_on_cpu, length, heads, head_dim):
 # ------------------------------------------------------------------------------ lowered for an H200
 
 
-def lowered(part, shape, *, packed=True, dtype=BF16, tiles=None, **mask):
+def lowered(part, shape, *, packed=True, dtype=BF16, whole_heads=None, **options):
     """Return the text of one pass, without the strings."""
     b, t, h, k, d = shape
     q, kv = (jax.ShapeDtypeStruct((b, t, n, d), dtype) for n in (h, k))
     operands = (jax.ShapeDtypeStruct((b, t, 3, h, d), dtype),) if packed else (q, kv, kv)
     lse = jax.ShapeDtypeStruct((b, h, t), jnp.float32)
-    how = {"causal": True, "scale": 0.1, "window": None, "deterministic": False}
-    how |= {"true_fp32": False, "tiles": tiles} | mask
+    how = {"options": Options(scale=0.1, **options)}
     if part == "forward":
         text = lower_for_h200(lambda o: mosaic_forward.forward(o, None, **how), operands)
     else:
+        how |= {"whole_heads": whole_heads}
         run = lambda o, *rest: mosaic_backward.backward(o, None, *rest, None, **how)
         text = lower_for_h200(run, operands, lse, q, q)
     assert text.count("custom_call @mosaic_gpu") == 1
     return re.sub(r'"(?:[^"\\]|\\.)*"', '""', text)
 
 
-MASKS = [{}, {"causal": False}, {"window": 256}]
 LOWERED = [
-    # Each shape and each mask are packed once, at least, and once not.
-    *(
-        ("forward", shape, {"packed": (shape[0] == 4) == bool(mask)} | mask)
-        for shape in ((64, 1024, 12, 12, 64), (4, 4096, 16, 16, 128), (2, 1001, 25, 25, 64))
-        for mask in MASKS
-    ),
-    # Grouped heads, ragged and tiny lengths.
+    # Packed and separate; grouped heads; ragged and tiny lengths.
+    ("forward", (64, 1024, 12, 12, 64), {}),
+    ("forward", (4, 4096, 16, 16, 128), {}),
+    ("forward", (2, 1001, 25, 25, 64), {"causal": False}),
+    ("forward", (2, 1001, 3, 3, 128), {"causal": False, "packed": False}),
+    ("forward", (4, 4096, 16, 16, 64), {"packed": False}),
     *(
         (part, shape, {"packed": False, "dtype": dtype, "window": 256})
         for part in ("forward", "backward")
         for shape, dtype in (((2, 1000, 8, 2, 64), FP16), ((2, 1001, 12, 4, 128), BF16))
     ),
-    *(("forward", (1, time, 2, 2, 64), {}) for time in (1, 7, 9)),
-    # Mosaic itself raises where shared memory does not suffice for tiles.
-    *(
-        ("backward", (2, 1024, 12, 12, 64), {"tiles": BackwardTiles(**options)})
-        for options in (
-            {"stages": 3, "more_barriers": False}, {"key_stages": 2}, {"score_stages": 2}
-        )
-    ),
-]  # fmt: skip
+    *(("forward", (1, time, 2, 2, 64), {}) for time in (1, 9)),
+]
 
 
 @pytest.mark.parametrize("part, shape, how", LOWERED, ids=str)
 def test_lowers_for_an_h200(part, shape, how):
-    if part == "backward" and "tiles" in how:
-        assert mosaic_backward.why_not_tiles(how["tiles"], shape[-1]) is None
+    """Mosaic raises if the shared memory does not suffice."""
     lowered(part, shape, **how)
-
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("ping_pong", [True, False])
-def test_options_lower_for_an_h200(head_dim, overlap, ping_pong):
-    for sizes in [(64, 3, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128)]:
-        tiles = Tiles(*sizes, stages=2, q_slots=1, overlap=overlap, ping_pong=ping_pong)
-        if why_not_tiles(tiles, head_dim) is None:
-            lowered("forward", (2, 1024, 2, 2, head_dim), tiles=tiles)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -478,9 +391,9 @@ def test_backward_lowers_for_an_h200(batch, time, head_dim, causal):
 
 
 def test_deterministic_means_whole_heads():
-    shape, tiles = (4, 4096, 12, 12, 64), BackwardTiles(key_stages=2, whole_heads=True)
+    shape = (4, 4096, 12, 12, 64)
     one = lowered("backward", shape, deterministic=True)
-    assert one == lowered("backward", shape, tiles=tiles)
+    assert one == lowered("backward", shape, whole_heads=True) != lowered("backward", shape)
 
 
 @pytest.mark.parametrize(("batch", "time"), [(64, 1024), (4, 16384)])
@@ -588,34 +501,3 @@ def test_on_a_gpu(shape, dtype, mask):
             cut = [x[:, part] for x in found]
             cut[1] = found[1][:, :, part]
             compare(cut, *expected)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_every_option_on_a_gpu(head_dim):
-    """Every size, and every option with several of them."""
-    options = [(2, 1, True, True), (3, 2, True, False), (2, 1, False, True), (3, 1, False, False)]
-    sizes = [(64, 3, 128), (64, 2, 128), (64, 2, 64), (64, 2, 192), (128, 2, 64), (128, 1, 128)]
-    for i, size in enumerate([*sizes, (64, 1, 128)]):
-        fitting = [Tiles(*size, *options[(i + j) % 4]) for j in range(4)]
-        fitting = [tiles for tiles in fitting if why_not_tiles(tiles, head_dim) is None]
-        for tiles in fitting[: 2 if i % 2 else 1]:
-            FORWARD((2, 700, 3, 3, head_dim), BF16, tiles)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    ("head_dim", "options"),
-    [
-        *((64, {"whole_heads": whole}) for whole in (True, False)),
-        *((64, {"stages": 3}), (64, {"key_stages": 2, "more_barriers": False})),
-        *((64, {"score_stages": 2}), (128, {"slots": 3})),
-        *(
-            (128, {"score_stages": 2, "more_barriers": False, "whole_heads": whole})
-            for whole in (True, False)
-        ),
-    ],
-    ids=str,
-)
-def test_options_of_the_backward_pass_on_a_gpu(head_dim, options):
-    BACKWARD((4, 1024, 12, 12, head_dim), BF16, BackwardTiles(**options))

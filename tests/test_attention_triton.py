@@ -176,12 +176,13 @@ def turned(x_BTHD, rows):
 def test_copies_in_tf32(t, d, packed, triton_on_cpu):
     """Blocks are of 64 rows there; those of 128 and 16 rows, for which the turned copies are, end
     elsewhere."""
+    from pallas_kernels.attention import Options
     from pallas_kernels.attention.triton import _inputs, _shape
     from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dout
 
     (q, k, v), (dout, _) = inputs((2, t, 4, 4 if packed else 2, d), jnp.float32)
     operands = (jnp.stack([q, k, v], 2),) if packed else (q, k, v)
-    shape = _shape(operands, None, True, 1.0, None, False, {})
+    shape = _shape(operands, None, Options(scale=1.0), {})
     held = _inputs(operands, None)[:3]
     backward = sum(tf32_copies(*held, shape, straight="qkv", transposed={"q": 128, "k": 16}), ())
     _, k_straight, _, _, _, v_transposed = sum(

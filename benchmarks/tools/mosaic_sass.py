@@ -140,7 +140,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
 
 
 def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
-    from pallas_kernels.attention import mosaic_backward
+    from pallas_kernels.attention import Options, mosaic_backward
     from pallas_kernels.feed_forward import mosaic
     from pallas_kernels.gemm import E4M3, E5M2, Fp8
 
@@ -154,10 +154,8 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
     tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
 
     def attention(qkv, lse, dout, out, fp8_scale):
-        how = dict.fromkeys(("deterministic", "true_fp32"), False)
-        how |= {"causal": True, "scale": 0.125, "window": None, "bias": True}
-        operands = ((qkv,), None, lse, dout, out, None)
-        return mosaic_backward.backward(*operands, **how, fp8_scale=fp8_scale)
+        how = {"options": Options(scale=0.125), "bias": True, "fp8_scale": fp8_scale}
+        return mosaic_backward.backward((qkv,), None, lse, dout, out, None, **how)
 
     return {
         **{

@@ -1,12 +1,11 @@
-"""Search for faster tiles of flash attention on this GPU, one parameter at a time.
+"""Search for faster tiles of flash attention's Triton kernels on this GPU, one parameter at a time.
 
-    python benchmarks/tools/tune_attention.py --back-end mosaic --kernel forward \\
-        --shape 64 1024 12 64 --write
+    python benchmarks/tools/tune_attention.py --kernel forward --shape 64 1024 12 64 --write
 
 The search starts from the current tiles, tries every other value of each parameter, continues from
 the best, and ends when no single change helps. Tiles that exceed shared memory or registers by an
 estimate are not compiled. Tiles with a wrong result are reported and not used. `--write` stores the
-best in pallas_kernels/attention/{triton,mosaic}_tiles.json, which the kernels read.
+best in pallas_kernels/attention/triton_tiles.json, which the kernels read.
 """
 
 import dataclasses
@@ -26,8 +25,7 @@ import tyro
 from gptjax.bench import results
 from gptjax.bench.harness import Case, seconds
 from gptjax.bench.results import Row, print_table
-from pallas_kernels import extend
-from pallas_kernels.attention import reference
+from pallas_kernels import attention, extend
 
 FOLDER = Path(__file__).parents[2] / "pallas_kernels" / "attention"
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -35,16 +33,14 @@ DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Search for faster tiles of flash attention on this GPU."""
+    """Search for faster tiles of flash attention's Triton kernels on this GPU."""
 
-    back_end: Literal["mosaic", "triton"]
-    kernel: Literal["forward", "backward", "dkv", "dq"]
-    """mosaic has forward and backward; triton has forward, dkv and dq."""
+    kernel: Literal["forward", "dkv", "dq"]
     shape: tuple[int, int, int, int] = (64, 1024, 12, 64)
     """Batch, time, heads, head dimension."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     true_fp32: bool = False
-    """True fp32 matmuls instead of TF32 (triton)."""
+    """True fp32 matmuls instead of TF32."""
     causal: bool = True
     window: int | None = None
     limit_s: float = 300.0
@@ -65,56 +61,6 @@ class Space:
     run: Callable[[dict], Callable]
     """Tiles → a function of (qkv, out, lse, dout)."""
     write: Callable[[dict], Path]
-
-
-def mosaic(o: Options) -> Space:
-    from pallas_kernels.attention import mosaic_backward, mosaic_forward
-
-    module = {"forward": mosaic_forward, "backward": mosaic_backward}[o.kernel]
-    head_dim = o.shape[3]
-    values = {
-        "forward": {
-            "block_q": (64, 128),
-            "warpgroups": (1, 2, 3),
-            "block_kv": (64, 128, 192, 256),
-            "stages": (2, 3, 4, 6),
-            "q_slots": (1, 2),
-        },
-        "backward": {
-            "stages": (1, 2, 3),
-            "key_stages": (1, 2),
-            "score_stages": (1, 2),
-            "slots": (1, 2, 3),
-        },
-    }[o.kernel]
-    start = dataclasses.asdict(module.Tiles(**mosaic_forward.tiles(o.kernel, head_dim, o.causal)))
-    # Switches of a kernel are on or off; what is None by default chooses by itself.
-    switches = {
-        k: (None, True, False) if v is None else (True, False)
-        for k, v in start.items()
-        if v is None or isinstance(v, bool)
-    }
-
-    def write(tiles):
-        path = FOLDER / "mosaic_tiles.json"
-        data = json.loads(path.read_text())
-        entry = next(
-            e for e in data[o.kernel] if (e["head_dim"], e["causal"]) == (head_dim, o.causal)
-        )
-        entry["tiles"] = tiles
-        rows = {k: ",\n".join("  " + json.dumps(e) for e in entries) for k, entries in data.items()}
-        path.write_text(
-            "{\n" + ",\n".join(f' "{k}": [\n{text}\n ]' for k, text in rows.items()) + "\n}\n"
-        )
-        return path
-
-    return Space(
-        start=start,
-        values=values | switches,
-        why_not=lambda tiles: module.why_not_tiles(module.Tiles(**tiles), head_dim),
-        run=lambda tiles: _run(o, module, module.Tiles(**tiles)),
-        write=write,
-    )
 
 
 def triton(o: Options) -> Space:
@@ -170,10 +116,10 @@ def triton(o: Options) -> Space:
 
 
 def _run(o: Options, module, tiles):
-    how = {
-        "causal": o.causal, "scale": o.shape[3] ** -0.5, "window": o.window, "deterministic": False,
-        "true_fp32": o.true_fp32, "tiles": tiles,
-    }  # fmt: skip
+    options = attention.Options(
+        o.causal, o.shape[3] ** -0.5, o.window, precision="highest" if o.true_fp32 else None
+    )
+    how = {"options": options, "tiles": tiles}
     if o.kernel == "forward":
         return lambda qkv, out, lse, dout: module.forward((qkv,), None, **how)
     return lambda qkv, out, lse, dout: module.backward((qkv,), None, lse, dout, out, None, **how)
@@ -198,7 +144,7 @@ def error(o: Options, f: Callable) -> float:
 
     def true(qkv):
         q, k, v = (qkv[:, :, i] for i in range(3))
-        return reference(q, k, v, causal=o.causal, window=o.window, return_lse=True)
+        return attention.reference(q, k, v, causal=o.causal, window=o.window, return_lse=True)
 
     (out, lse), pull = jax.vjp(true, qkv.astype(jnp.float32))
     wanted = (out, lse)
@@ -212,10 +158,7 @@ def error(o: Options, f: Callable) -> float:
 
 
 def search(o: Options, args: list[str] | None) -> int:
-    space = {"mosaic": mosaic, "triton": triton}[o.back_end](o)
-    forward = {"mosaic": mosaic, "triton": triton}[o.back_end](
-        dataclasses.replace(o, kernel="forward")
-    )
+    space, forward = triton(o), triton(dataclasses.replace(o, kernel="forward"))
     inputs = jax.jit(functools.partial(make, o, forward.run(forward.start)))
     b, t, h, d = o.shape
     case = Case(
@@ -273,7 +216,7 @@ def search(o: Options, args: list[str] | None) -> int:
                         best, best_ms, improved = best | {name: value}, ms, True
 
     found = sorted((row for row in trials.values() if "ms" in row), key=lambda row: row["ms"])
-    title = f"{o.back_end} {o.kernel}, {o.shape}, {o.dtype}, of {len(trials)} tried or ruled out"
+    title = f"{o.kernel}, {o.shape}, {o.dtype}, of {len(trials)} tried or ruled out"
     table = []
     for row in found[:12]:
         tiles = ", ".join(f"{name} {row['tiles'][name]}" for name in space.start)
@@ -297,16 +240,10 @@ def search(o: Options, args: list[str] | None) -> int:
 
 def main(args: list[str] | None = None) -> int:
     o = tyro.cli(Options, description=__doc__, args=args)
-    if o.back_end == "mosaic" and o.kernel not in ("forward", "backward"):
-        print(f"error: mosaic has forward and backward, not {o.kernel}", file=sys.stderr)
-        return 1
-    if o.back_end == "triton" and o.kernel == "backward":
-        print("error: triton's backward pass is tuned as dkv and dq", file=sys.stderr)
-        return 1
     try:
         extend.select(
             "flash_attention",
-            o.back_end,
+            "triton",
             dtype=DTYPES[o.dtype],
             length=o.shape[1],
             head_dim=o.shape[3],

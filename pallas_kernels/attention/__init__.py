@@ -39,6 +39,7 @@ from jaxtyping import Array, Float, Integer
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
 from pallas_kernels.attention.documents import document_bounds
+from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
 Implementation = Literal["auto", "cudnn", "mosaic", "triton", "xla", "reference"]
 
@@ -54,6 +55,7 @@ def flash_attention(
     segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
@@ -70,6 +72,8 @@ def flash_attention(
             different documents.
         return_lse: also return the log-sum-exp L.
         deterministic: use only back ends whose gradients repeat bit for bit.
+        numerics: "fp32", "tf32", "bf16", or a `pallas_kernels.gemm.Plain`. None: follows the dtypes
+            and `precision`. 16-bit arrays are multiplied in their dtype.
         implementation: "auto", or a back end: "mosaic", "triton", "cudnn", "xla", "reference".
             Forward mode and second derivatives need "xla" or "reference".
         precision: precision of fp32 matmuls, as in `jax.lax.dot`: "highest" is true fp32. None is
@@ -80,20 +84,12 @@ def flash_attention(
         differentiable.
 
     Raises:
-        ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
+        ValueError: wrong shapes, dtypes or numerics, or the named back end cannot run this call.
     """
     _check(q_BTHD, k_BTKD, v_BTKD, segment_ids, causal=causal, window=window)
-    return _attend(
-        (q_BTHD, k_BTKD, v_BTKD),
-        segment_ids,
-        causal,
-        scale,
-        window,
-        return_lse,
-        deterministic,
-        implementation,
-        precision,
-    )
+    options = Options(causal, scale, window, deterministic, _precision(numerics, precision))
+    operands = (q_BTHD, k_BTKD, v_BTKD)
+    return _attend(operands, segment_ids, options, return_lse, implementation)
 
 
 def flash_attention_qkv(
@@ -105,6 +101,7 @@ def flash_attention_qkv(
     segment_ids: Integer[Array, "B T"] | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
+    numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "B T H D"] | tuple[Float[Array, "B T H D"], Float[Array, "B H T"]]:
@@ -122,17 +119,8 @@ def flash_attention_qkv(
             f"{qkv_BT3HD.shape}"
         )
     _check(*_split((qkv_BT3HD,)), segment_ids, causal=causal, window=window)
-    return _attend(
-        (qkv_BT3HD,),
-        segment_ids,
-        causal,
-        scale,
-        window,
-        return_lse,
-        deterministic,
-        implementation,
-        precision,
-    )
+    options = Options(causal, scale, window, deterministic, _precision(numerics, precision))
+    return _attend((qkv_BT3HD,), segment_ids, options, return_lse, implementation)
 
 
 def reference(
@@ -147,11 +135,10 @@ def reference(
     return_lse=False,
 ):
     """Compute the definition in fp32 with true fp32 matmuls for every input dtype. Return fp32."""
-    q_BTHD, k_BTKD, v_BTKD = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
     scale = q_BTHD.shape[-1] ** -0.5 if scale is None else scale
     bounds = None if segment_ids is None else document_bounds(segment_ids)
-    options = Options("reference", causal, scale, window, False, jax.lax.Precision.HIGHEST)
-    out_BTHD, lse_BHT = _materialized(options, q_BTHD, k_BTKD, v_BTKD, bounds)
+    options = Options(causal, scale, window)
+    out_BTHD, lse_BHT = _exact(options, q_BTHD, k_BTKD, v_BTKD, bounds)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -278,15 +265,14 @@ _dispatch.register(
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Static options of a call."""
+    """Static options of a call. The back ends receive a float as `scale`."""
 
-    backend: str
-    causal: bool
-    scale: float
-    window: int | None
-    """None if the window covers the sequence, or if the documents' bounds include the window."""
-    deterministic: bool
-    precision: jax.lax.PrecisionLike
+    causal: bool = True
+    scale: float | None = None
+    window: int | None = None
+    """For back ends None, if the window covers the sequence or the documents' bounds include it."""
+    deterministic: bool = False
+    precision: jax.lax.PrecisionLike = None
 
     @property
     def true_fp32(self) -> bool:
@@ -294,53 +280,46 @@ class Options:
         return _is_true_fp32(self.precision)
 
 
-def _attend(
-    operands,
-    segments_BT,
-    causal,
-    scale,
-    window,
-    return_lse,
-    deterministic,
-    implementation,
-    precision,
-):
-    """Compute attention of operands (q, k, v) or (qkv,)."""
+def _precision(numerics, precision):
+    """Return the precision of fp32 matmuls."""
+    precision = numerics_of("flash_attention", numerics, precision).precision
     # Read here, because the backward pass may be traced where another default is set.
-    precision = jax.config.jax_default_matmul_precision if precision is None else precision
-    length, head_dim = operands[0].shape[1], operands[0].shape[-1]
+    return jax.config.jax_default_matmul_precision if precision is None else precision
+
+
+def _attend(operands, segments_BT, options: Options, return_lse: bool, implementation: str):
+    """Compute attention of operands (q, k, v) or (qkv,)."""
+    length, head_dim, dtype = operands[0].shape[1], operands[0].shape[-1], operands[0].dtype
     backend = _dispatch.select(
         "flash_attention",
         implementation,
         arrays=(operands, segments_BT),
-        dtype=operands[0].dtype,
+        dtype=dtype,
         length=length,
         head_dim=head_dim,
-        window=window,
+        window=options.window,
         segments=segments_BT is not None,
         return_lse=return_lse,
-        deterministic=deterministic,
-        precision=precision,
+        deterministic=options.deterministic,
+        precision=options.precision,
     )
-    scale = head_dim**-0.5 if scale is None else float(scale)
-    window = None if window is None or window >= length else window
-    if backend == "reference":
-        mask = {"causal": causal, "window": window, "segment_ids": segments_BT}
-        out_BTHD, lse_BHT = reference(*_split(operands), scale=scale, **mask, return_lse=True)
-        out_BTHD = out_BTHD.astype(operands[0].dtype)
-        return (out_BTHD, lse_BHT) if return_lse else out_BTHD
+    scale = head_dim**-0.5 if options.scale is None else float(options.scale)
+    window = None if options.window is None or options.window >= length else options.window
     bounds = None
     if segments_BT is not None:
         bounds, window = document_bounds(segments_BT, window=window), None
-    options = Options(backend, causal, scale, window, deterministic, precision)
-    if backend in ("mosaic", "triton"):
-        out_BTHD, lse_BHT = _calls.differentiable(
-            "flash_attention", _flash, options, operands, bounds
-        )
-    elif backend == "cudnn":
+    options = dataclasses.replace(options, scale=scale, window=window)
+    if backend == "cudnn":
         return _in_cudnn(options, *_split(operands))
-    else:
+    if backend in _MODULES:
+        out_BTHD, lse_BHT = _calls.differentiable(
+            "flash_attention", _flash, backend, options, operands, bounds
+        )
+    elif backend == "xla":
         out_BTHD, lse_BHT = _materialized(options, *_split(operands), bounds)
+    else:
+        out_BTHD, lse_BHT = _exact(options, *_split(operands), bounds)
+        out_BTHD = out_BTHD.astype(dtype)
     return (out_BTHD, lse_BHT) if return_lse else out_BTHD
 
 
@@ -352,25 +331,23 @@ def _split(operands):
 
 # Imported at the first use: a CPU needs neither Triton nor Mosaic.
 _MODULES = {
-    ("mosaic", "forward"): "mosaic_forward",
-    ("mosaic", "backward"): "mosaic_backward",
-    ("triton", "forward"): "triton",
-    ("triton", "backward"): "triton",
+    "mosaic": {"forward": "mosaic_forward", "backward": "mosaic_backward"},
+    "triton": {"forward": "triton", "backward": "triton"},
 }
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(options, operands, bounds):
-    return _kernel(options, "forward")(operands, bounds)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _flash(backend, options, operands, bounds):
+    return _kernel(backend, options, "forward")(operands, bounds)
 
 
-def _flash_forward(options, operands, bounds):
+def _flash_forward(backend, options, operands, bounds):
     operands, bounds = jax.custom_derivatives.custom_vjp_primal_tree_values((operands, bounds))
-    out_BTHD, lse_BHT = _kernel(options, "forward")(operands, bounds)
+    out_BTHD, lse_BHT = _kernel(backend, options, "forward")(operands, bounds)
     return (out_BTHD, lse_BHT), (operands, bounds, out_BTHD, lse_BHT)
 
 
-def _flash_backward(options, saved, cotangents):
+def _flash_backward(backend, options, saved, cotangents):
     operands, bounds, out_BTHD, lse_BHT = saved
     dout_BTHD, dlse_BHT = cotangents
     if isinstance(dout_BTHD, jax.custom_derivatives.SymbolicZero):
@@ -378,18 +355,17 @@ def _flash_backward(options, saved, cotangents):
     if isinstance(dlse_BHT, jax.custom_derivatives.SymbolicZero):
         dlse_BHT = None
     args = (operands, bounds, lse_BHT, dout_BTHD, out_BTHD, dlse_BHT)
-    return _kernel(options, "backward")(*args), None
+    return _kernel(backend, options, "backward")(*args), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
 
 
-def _kernel(options, name):
+def _kernel(backend, options, name):
     """Return `forward` or `backward` of the back end."""
-    module = importlib.import_module(f"pallas_kernels.attention.{_MODULES[options.backend, name]}")
-    static = dataclasses.asdict(options) | {"true_fp32": options.true_fp32}
-    del static["backend"], static["precision"]
-    return _calls.batched("flash_attention", functools.partial(getattr(module, name), **static))
+    module = importlib.import_module(f"{__name__}.{_MODULES[backend][name]}")
+    f = functools.partial(getattr(module, name), options=options)
+    return _calls.batched("flash_attention", f)
 
 
 # ------------------------------------------------------------------------------------ cudnn and xla
@@ -420,6 +396,13 @@ def _materialized(options, q_BTHD, k_BTKD, v_BTKD, bounds):
     weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BTKD.dtype)
     out_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BTKD, precision=options.precision)
     return out_BTKGD.reshape(b, t, h, d), lse_BKGT.reshape(b, h, t)
+
+
+def _exact(options, q_BTHD, k_BTKD, v_BTKD, bounds):
+    """Compute `_materialized` in fp32 with true fp32 matmuls. Return fp32."""
+    options = dataclasses.replace(options, precision=jax.lax.Precision.HIGHEST)
+    qkv = (x.astype(jnp.float32) for x in (q_BTHD, k_BTKD, v_BTKD))
+    return _materialized(options, *qkv, bounds)
 
 
 def _visible(options, length, bounds):

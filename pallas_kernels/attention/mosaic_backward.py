@@ -1,9 +1,9 @@
 """Backward pass of flash attention on Hopper (Pallas Mosaic GPU): TMA, wgmma, a persistent grid
 with one thread block (CTA) per SM.
 
-This module selects tile sizes, the order of the work items and the method of summing dQ. It
-computes D, and launches the kernel of `mosaic_backward_kernel`. The docstring of
-`mosaic_backward_kernel` describes the algorithm and the barriers.
+This module selects the order of the work items and the method of summing dQ. It computes D, and
+launches the kernel of `mosaic_backward_kernel`, whose docstring describes the algorithm and the
+barriers.
 
 Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, the statistics
 log₂e·L and −D of a query.
@@ -17,15 +17,15 @@ from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
 from pallas_kernels._mosaic import LOG2_E, pl, plgpu, schedule
-from pallas_kernels.attention import documents, mosaic_forward
-from pallas_kernels.attention.mosaic_backward_kernel import Block, Fp8
-from pallas_kernels.attention.mosaic_backward_tiles import (
+from pallas_kernels.attention import documents
+from pallas_kernels.attention.mosaic_backward_kernel import (
     KEYS,
     MULTIPLIERS,
-    Tiles,
-    queries_in_a_block,
+    QUERIES,
+    Block,
+    Fp8,
+    Sizes,
     scratch_types,
-    why_not_tiles,
 )
 from pallas_kernels.attention.mosaic_forward import padded
 
@@ -44,10 +44,7 @@ def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
 
 # jit: trace and lower `backward` once for all layers. Tracing and lowering for each layer took 28 s
 # of a step's compilation, and no cache of JAX covers this time.
-@functools.partial(
-    jax.jit,
-    static_argnames=("causal", "scale", "window", "deterministic", "true_fp32", "bias", "tiles"),
-)
+@functools.partial(jax.jit, static_argnames=("options", "bias", "whole_heads"))
 def backward(
     operands,
     bounds,
@@ -56,14 +53,10 @@ def backward(
     out_BTHD,
     dlse_BHT,
     *,
-    causal: bool,
-    scale: float,
-    window: int | None,
-    deterministic: bool,
-    true_fp32: bool,
+    options,
     bias: bool = False,
     fp8_scale: jax.Array | None = None,
-    tiles: Tiles | None = None,
+    whole_heads: bool | None = None,
 ):
     """Return the gradients, a tuple like `operands`. With `bias` return (gradients, Σ dQ, Σ dO):
     the sums over all queries have shape H·D and dtype fp32. With `fp8_scale` the gradients are
@@ -71,54 +64,44 @@ def backward(
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
-        bounds: `Documents`, or None. With documents `window` is None: the bounds include the
-            window.
+        bounds: `Documents`, or None.
         out_BTHD, lse_BHT: the output, and L in fp32.
         dout_BTHD, dlse_BHT: gradients of the output and of L; dlse_BHT may be None.
-        deterministic: use whole heads only: the same five matmuls, but at most B·K thread blocks
-            have work.
-        true_fp32: ignored: no matmul is fp32.
+        options: `Options`; `deterministic` means whole heads.
         bias: for packed operands only. Σ dQ is the sum of the rounded dQ, or of the fp32 sums if a
             Triton kernel converts the fp32 sums to dQ.
         fp8_scale: for calls where `stores_fp8` is True; fp32 scalar, or None.
-        tiles: None for the tiles of mosaic_tiles.json.
-
-    Raises:
-        ValueError: the tiles cannot be compiled.
+        whole_heads: sum dQ by whole heads: the same five matmuls, but at most B·K thread blocks
+            have work. False: by split heads. None: as an estimate says.
     """
-    del true_fp32
-    batch, length, _, head_dim = dout_BTHD.shape
+    batch, length, heads, head_dim = dout_BTHD.shape
     key_heads = operands[-1].shape[-2]
-    tiles = tiles or Tiles(**mosaic_forward.tiles("backward", head_dim, causal))
-    if (why := why_not_tiles(tiles, head_dim)) is not None:
-        raise ValueError(f"flash_attention: {tiles} cannot be used with {head_dim=}: {why}")
-    whole_heads = tiles.whole_heads
+    total, sms = batch * key_heads, _mosaic.num_sms()
     if whole_heads is None:
-        whole_heads = whole_heads_are_faster(batch * key_heads, length, _mosaic.num_sms())
-    whole_heads = whole_heads or deterministic
-
+        whole_heads = options.deterministic or whole_heads_are_faster(total, length, sms)
     assert fp8_scale is None or (whole_heads and length % KEYS == 0 and len(operands) == 1)
+    blocks = min(sms, total if whole_heads else total * pl.cdiv(length, KEYS))
+    shape = (length, key_heads, heads // key_heads, head_dim)
+    sizes = Sizes(options, *shape, dout_BTHD.dtype, whole_heads, blocks)
     rows_BHRT, zeros_BTHD, dout_HD = _lse_and_delta(
         lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole_heads, bias=bias
     )
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
-    gradients, dq_HD = _gradients(
-        tuple(operands),
-        bounds,
-        rows_BHRT,
-        dout_BTHD,
-        zeros_BTHD,
-        length,
-        causal=causal,
-        scale=scale,
-        window=window,
-        whole_heads=whole_heads,
-        bias=bias,
-        fp8_scale=fp8_scale,
-        tiles=tiles,
-    )
+    launch = functools.partial(_launch, sizes, tuple(operands), dout_BTHD, rows_BHRT, bounds)
+    if whole_heads:
+        *gradients, _ = launch(fp8_scale, None)
+        dq_HD = None
+        if bias and fp8_scale is not None:
+            dq_HD = gradients[1][0].astype(jnp.float32).sum((2, 3)) / fp8_scale
+        elif bias:
+            dq_HD = _over_queries(gradients[0][:, :, 0])
+    else:
+        sums = jax.new_ref(zeros_BTHD)
+        gradients = launch(None, sums)
+        gradients, dq_HD = _with_dq(jax.freeze(sums), gradients, options.scale, bias)
     if fp8_scale is None:
-        gradients = tuple(x[:, :length] for x in gradients)
+        gradients = [x[:, :length] for x in gradients]
+    gradients = tuple(gradients)
     return (gradients, dq_HD, dout_HD) if bias else gradients
 
 
@@ -129,7 +112,7 @@ def _lse_and_delta(lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, *, sums, bias):
     bounds, so the contributions of these queries are 0.
     """
     batch, length, heads, head_dim = dout_BTHD.shape
-    rows = length + -length % queries_in_a_block(head_dim)
+    rows = length + -length % QUERIES[head_dim]
     zeros = length + -length % 8
     if _dispatch.why_not_triton() is None:
         from pallas_kernels.attention import triton_passes
@@ -158,181 +141,87 @@ def _over_queries(x_BTHD):
     return x_BTHD.astype(jnp.float32).sum((0, 1))
 
 
-def blocks_of_queries(j, first_query=None, last_query=None, *, length, queries, causal, window):
-    """Return (first, stop): the blocks first … stop − 1 of queries see keys of key block j.
+def _table(sizes: Sizes, heads: int, bounds):
+    """Return the table of work items of `heads` heads, or None if none is needed. The cost of an
+    item is the number of blocks of queries, plus one for the start and the end."""
 
-    Args:
-        first_query, last_query: with documents, the first and the last query that see such a key.
-    """
-    first, stop = 0, pl.cdiv(length, queries)
-    if causal:
-        first = j * (KEYS // queries)
-    elif first_query is not None:
-        first = lax.div(first_query, jnp.int32(queries))
-    if last_query is not None:
-        stop = lax.div(last_query, jnp.int32(queries)) + 1
-    if window is not None:
-        behind = j * KEYS + (KEYS + window - 2)
-        if isinstance(j, int):
-            stop = min(stop, behind // queries + 1)
-        else:
-            stop = jnp.minimum(stop, lax.div(behind, jnp.int32(queries)) + 1)
-    return first, stop
-
-
-def _steps_of_documents(bounds, queries_of, key_blocks):
-    """Return, for each block of keys, the number of blocks of queries that see the block: an array
-    of B×key blocks."""
-
-    def steps(j, first_query, last_query):
-        first, stop = queries_of(j, first_query, last_query)
+    def steps(j, *ends):
+        first, stop = sizes.queries_of(j, *ends)
         return stop - first
 
-    blocks = jnp.arange(key_blocks, dtype=jnp.int32)
-    ends = bounds.first_BT[:, ::KEYS], bounds.last_BT[:, KEYS - 1 :: KEYS]
-    return jax.vmap(jax.vmap(steps), (None, 0, 0))(blocks, *ends)
-
-
-def _gradients(
-    operands,
-    bounds,
-    rows_BHRT,
-    dout_BTHD,
-    zeros_BTHD,
-    length,
-    *,
-    causal,
-    scale,
-    window,
-    whole_heads,
-    bias,
-    fp8_scale,
-    tiles,
-):
-    """Return the gradients of the padded operands, and Σ dQ with `bias`, else None."""
-    batch, padded_length, query_heads, head_dim = dout_BTHD.shape
-    packed = len(operands) == 1
-    key_heads = operands[-1].shape[-2]
-    group = query_heads // key_heads
-    dtype = dout_BTHD.dtype
-    queries = queries_in_a_block(head_dim)
-    key_blocks = pl.cdiv(length, KEYS)
-    heads = batch * key_heads
-    blocks = min(_mosaic.num_sms(), heads if whole_heads else heads * key_blocks)
-
-    queries_of = functools.partial(
-        blocks_of_queries, length=length, queries=queries, causal=causal, window=window
-    )
-    # Plus one for the start and end of each work item.
-    table, arrays = None, [dout_BTHD, rows_BHRT]
     if bounds is not None:
-        bounds = documents.padded(bounds)
-        costs_BI = group * _steps_of_documents(bounds, queries_of, key_blocks) + 1
-        costs_BI = costs_BI.sum(1, keepdims=True) if whole_heads else costs_BI
-        table = documents.schedule_by_cost(costs_BI, key_heads, blocks)
-        arrays += [table, *bounds]
-    elif not whole_heads:
-        spans = map(queries_of, range(key_blocks))
-        costs = [group * (stop - first) + 1.0 for first, stop in spans]
-        table = jnp.asarray(schedule(heads, costs, blocks))
-        arrays += [table]
-    if fp8_scale is not None:
-        arrays += [fp8_scale.reshape(1)]
+        j = jnp.arange(sizes.key_blocks, dtype=jnp.int32)
+        ends = bounds.first_BT[:, ::KEYS], bounds.last_BT[:, KEYS - 1 :: KEYS]
+        costs_BI = sizes.group * jax.vmap(jax.vmap(steps), (None, 0, 0))(j, *ends) + 1
+        costs_BI = costs_BI.sum(1, keepdims=True) if sizes.whole_heads else costs_BI
+        return documents.schedule_by_cost(costs_BI, sizes.key_heads, sizes.blocks)
+    if sizes.whole_heads:
+        return None
+    costs = [sizes.group * steps(j) + 1.0 for j in range(sizes.key_blocks)]
+    return jnp.asarray(schedule(heads, costs, sizes.blocks))
 
-    def kernel(*refs):
-        inputs, (dout_gmem, rows_gmem, *refs, scratch) = (
-            refs[: len(operands)],
-            refs[len(operands) :],
-        )
+
+def _launch(sizes: Sizes, operands, dout_BTHD, rows_BHRT, bounds, fp8_scale, sums):
+    """Launch the kernel. Return the gradients of the padded operands, without dQ if heads are
+    split; with whole heads also the sums of dQ.
+
+    Args:
+        sums: Ref of the zeroed sums of dQ if heads are split, else None.
+    """
+    batch, padded_length, query_heads, head_dim = dout_BTHD.shape
+    heads, blocks = batch * sizes.key_heads, sizes.blocks
+    bounds = None if bounds is None else documents.padded(bounds)
+    table = _table(sizes, heads, bounds)
+
+    def kernel(inputs, dout, rows, table, bounds, fp8_scale, sums, *outputs):
+        *gradients, scratch = outputs
         me, block = lax.axis_index("warpgroup"), lax.axis_index("block")
-        table_gmem = bounds_gmem = None
-        if table is not None:
-            table_gmem, *refs = refs
-        if bounds is not None:
-            bounds_gmem, refs = documents.Documents(*refs[:2]), refs[2:]
-        fp8 = None
-        if fp8_scale is not None:
-            scale_gmem, gradient_gmem, transposed_gmem, *refs = refs
-            fp8, refs = Fp8(scale_gmem, transposed_gmem), [gradient_gmem, *refs]
-        if whole_heads:
-            *gradients, sums_gmem = refs
+        if sizes.whole_heads:
+            *gradients, sums = gradients
+        elif len(inputs) == 3:
+            gradients = (None, *gradients)
+        fp8 = None if fp8_scale is None else Fp8(fp8_scale, gradients.pop())
+        if table is None:
             items = lax.div(heads - block + blocks - 1, jnp.int32(blocks))
-            items = (items if table is None else table_gmem[block, 0]) * key_blocks
         else:
-            sums_gmem, *gradients = refs
-            gradients = gradients if packed else (None, *gradients)
-            items = table_gmem[block, 0]
-        Block(
-            tiles=tiles,
-            whole_heads=whole_heads,
-            causal=causal,
-            scale=scale,
-            window=window,
-            length=length,
-            head_dim=head_dim,
-            queries=queries,
-            queries_of=queries_of,
-            key_blocks=key_blocks,
-            key_heads=key_heads,
-            group=group,
-            blocks=blocks,
-            dtype=dtype,
-            fp8=fp8,
-            inputs=inputs,
-            dout=dout_gmem,
-            rows=rows_gmem,
-            bounds=bounds_gmem,
-            table=table_gmem,
-            gradients=gradients,
-            sums_gmem=sums_gmem,
-            scratch=scratch,
-            me=me,
-            block=block,
-            items=items,
-        ).run()
+            items = table[block, 0]
+        if sizes.whole_heads:
+            items *= sizes.key_blocks
+        refs = (inputs, dout, rows, bounds, table, fp8, gradients, sums, scratch)
+        Block(sizes, *refs, me, block, items).run()
 
-    gradient_types = [jax.ShapeDtypeStruct(x.shape, dtype) for x in operands]
+    out_type = [jax.ShapeDtypeStruct(x.shape, sizes.dtype) for x in operands]
     if fp8_scale is not None:
-        shapes = [
-            (batch, length, 3, query_heads, head_dim),
-            (3, query_heads, head_dim, batch, length),
-        ]
-        gradient_types = [jax.ShapeDtypeStruct(shape, jnp.float8_e5m2) for shape in shapes]
-    sums_type = jax.ShapeDtypeStruct((blocks * group, padded_length, head_dim), jnp.float32)
-    f = plgpu.kernel(
+        fp8_scale, places = fp8_scale.reshape(1), (query_heads, head_dim)
+        shapes = (batch, sizes.length, 3, *places), (3, *places, batch, sizes.length)
+        out_type = [jax.ShapeDtypeStruct(shape, jnp.float8_e5m2) for shape in shapes]
+    if sizes.whole_heads:
+        shape = (blocks * sizes.group, padded_length, head_dim)
+        out_type.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    run = plgpu.kernel(
         kernel,
-        out_type=[*gradient_types, sums_type] if whole_heads else gradient_types[-2:],
-        scratch_types=[scratch_types(tiles, head_dim, dtype, fp8_scale is not None)],
+        out_type=out_type if sizes.whole_heads else out_type[-2:],
+        scratch_types=[scratch_types(sizes, fp8_scale is not None)],
         grid=(blocks,),
         grid_names=("block",),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True,
-            # Safe: each warpgroup waits for a copy, or commits, between a read and a write of the
-            # same shared memory.
-            unsafe_no_auto_barriers=not tiles.more_barriers,
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    if whole_heads:
-        gradients = tuple(f(*operands, *arrays)[:-1])
-        dq_HD = None
-        if bias and fp8_scale is not None:
-            dq_HD = gradients[1][0].astype(jnp.float32).sum((2, 3)) / fp8_scale
-        elif bias:
-            dq_HD = _over_queries(gradients[0][:, :, 0])
-        return gradients, dq_HD
-    sums = jax.new_ref(zeros_BTHD)
-    gradients = f(*operands, *arrays, sums)
+    return run(operands, dout_BTHD, rows_BHRT, table, bounds, fp8_scale, sums)
+
+
+def _with_dq(sums_BTHD, gradients, scale: float, bias: bool):
+    """Return the gradients with dQ of the sums, and Σ dQ with `bias`, else None."""
+    packed, dtype = len(gradients) == 1, gradients[0].dtype
     if bias and _dispatch.why_not_triton() is None:
         from pallas_kernels.attention import triton_passes
 
-        dqkv_BT3HD, dq_HD = triton_passes.into_packed(jax.freeze(sums), gradients[0], scale=scale)
+        dqkv_BT3HD, dq_HD = triton_passes.into_packed(sums_BTHD, gradients[0], scale=scale)
         return (dqkv_BT3HD,), dq_HD
-    dq_BTHD = (jax.freeze(sums) * jnp.float32(scale)).astype(dtype)
+    dq_BTHD = (sums_BTHD * jnp.float32(scale)).astype(dtype)
     dq_HD = _over_queries(dq_BTHD) if bias else None
     if packed:
-        return (
-            lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], (0, 0, 0, 0, 0)),
-        ), dq_HD
+        start = (0, 0, 0, 0, 0)
+        return (lax.dynamic_update_slice(gradients[0], dq_BTHD[:, :, None], start),), dq_HD
     return (dq_BTHD, *gradients), dq_HD

@@ -24,8 +24,8 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
-| `q_full` | stages | 3 | the copies of q, dO, and L and D | each multiplying warpgroup |
-| `q_empty` | stages | 2 | each multiplying warpgroup | loading warpgroup |
+| `q_full` | 2 | 3 | the copies of q, dO, and L and D | each multiplying warpgroup |
+| `q_empty` | 2 | 2 | each multiplying warpgroup | loading warpgroup |
 | `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
 | `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
 | `ds_full` | score_stages | 2 | multiplying warpgroups, after dS | both warpgroups, before dQ |
@@ -41,22 +41,159 @@ Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, th
 log₂e·L and −D of a query.
 """
 
+import collections
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, store_transposed
-from pallas_kernels.attention.mosaic_backward_items import Item, Place, Step
-from pallas_kernels.attention.mosaic_backward_tiles import KEYS, MULTIPLIERS, Scratch
-from pallas_kernels.attention.mosaic_forward_kernel import operand
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, store_transposed, swizzled
+from pallas_kernels.attention.mosaic_forward_kernel import divmod_int32, operand
 from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
+KEYS = 128
+"""Keys of a work item. Each multiplying warpgroup has HALF keys, and adds HALF×HALF parts to dQ."""
+MULTIPLIERS = 2
+STAGES = 2
+"""Blocks of queries in shared memory."""
+# By head dimension, the fastest of those measured on an H200 that fit into shared memory.
+QUERIES = {64: 128, 128: 64}
+"""Queries in a block: the registers of two warpgroups limit this number, since dK and dV are in
+registers too."""
+KEY_STAGES = {64: 2, 128: 1}
+"""Blocks of keys in shared memory."""
+SCORE_STAGES = {64: 1, 128: 2}
+"""Tiles of dS in shared memory."""
+SLOTS = {64: 1, 128: 2}
+"""64×64 parts of results in shared memory for each warpgroup, in addition to the parts in the tiles
+of dS."""
 
-class Fp8(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes and options of a call.
+
+    Attributes:
+        options: `Options`. With documents the window is None: the bounds include the window.
+        key_heads, group: number of key heads, and of query heads of each key head.
+        whole_heads: whether dQ is summed by whole heads, else by split heads.
+        blocks: number of thread blocks of the grid.
+    """
+
+    options: Any
+    length: int
+    key_heads: int
+    group: int
+    head_dim: int
+    dtype: Any
+    whole_heads: bool
+    blocks: int
+
+    @property
+    def queries(self) -> int:
+        """Number of queries in a block."""
+        return QUERIES[self.head_dim]
+
+    @property
+    def key_blocks(self) -> int:
+        """Number of blocks of keys of a head."""
+        return pl.cdiv(self.length, KEYS)
+
+    def queries_of(self, j, first_query=None, last_query=None):
+        """Return (first, stop): the blocks first … stop − 1 of queries see keys of key block j.
+
+        Args:
+            first_query, last_query: with documents, the first and the last query that see such a
+                key.
+        """
+        window, queries = self.options.window, self.queries
+        first, stop = 0, pl.cdiv(self.length, queries)
+        if self.options.causal:
+            first = j * (KEYS // queries)
+        elif first_query is not None:
+            first = lax.div(first_query, jnp.int32(queries))
+        if last_query is not None:
+            stop = lax.div(last_query, jnp.int32(queries)) + 1
+        if window is not None:
+            behind = j * KEYS + (KEYS + window - 2)
+            if isinstance(j, int):
+                stop = min(stop, behind // queries + 1)
+            else:
+                stop = jnp.minimum(stop, lax.div(behind, jnp.int32(queries)) + 1)
+        return first, stop
+
+
+class Scratch(
+    collections.namedtuple(
+        "Scratch",
+        "q dout rows k v ds sums out columns q_full q_empty k_full k_empty ds_full ds_empty "
+        "sums_full",
+    )
+):
+    """Shared memory and barriers, in the order of their allocation."""
+
+
+def scratch_types(sizes: Sizes, fp8: bool) -> Scratch:
+    """Return the types of the shared memory and the barriers; `fp8` as in `Block`."""
+    head_dim, dtype, queries = sizes.head_dim, sizes.dtype, sizes.queries
+    key_stages, score_stages = KEY_STAGES[head_dim], SCORE_STAGES[head_dim]
+    part = (2, HALF, HALF) if fp8 else (HALF, HALF)
+    return Scratch(
+        q=swizzled((STAGES, queries, head_dim), dtype),
+        dout=swizzled((STAGES, queries, head_dim), dtype),
+        rows=plgpu.SMEM((STAGES, 2, queries), jnp.float32),
+        k=swizzled((key_stages, KEYS, head_dim), dtype),
+        v=swizzled((key_stages, KEYS, head_dim), dtype),
+        ds=swizzled((score_stages, queries // HALF, KEYS, HALF), dtype),
+        sums=swizzled((MULTIPLIERS, HALF, HALF), jnp.float32),
+        out=swizzled((MULTIPLIERS, SLOTS[head_dim], *part), jnp.float8_e5m2 if fp8 else dtype),
+        columns=plgpu.SMEM((MULTIPLIERS, queries), jnp.int32),
+        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
+        q_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES),
+        k_full=plgpu.Barrier(num_arrivals=2, num_barriers=key_stages),
+        k_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=key_stages),
+        ds_full=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
+        ds_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
+        sums_full=plgpu.Barrier(num_barriers=MULTIPLIERS),
+    )
+
+
+class Item(
+    collections.namedtuple("Item", "b head j first stop k_slot steps key fills mine seen_by")
+):
+    """A work item of one multiplying warpgroup.
+
+    Attributes:
+        head, j: key head and block of keys.
+        first, stop: the blocks of queries that see the keys.
+        k_slot: slot of the keys and values.
+        steps: number of blocks of queries over all heads of the group.
+        key, mine: the warpgroup's first key, and the warpgroup's slice of the block.
+        fills: number of fills of the query slots before this item.
+        seen_by: with documents, the first and the last query that see all of these keys.
+    """
+
+
+class Step(collections.namedtuple("Step", "number fill slot k_slot h query sums starts ends")):
+    """One block of queries of a work item.
+
+    Attributes:
+        number, fill: index of the step in the work item, and in the thread block.
+        slot, k_slot: slots of the queries, and of the keys.
+        h, query: query head, and first query.
+        sums: this warpgroup's part of the sums of dQ in global memory.
+        starts, ends: whether this block of keys is the sums' first, last; None with split heads.
+    """
+
+
+class Place(collections.namedtuple("Place", "which b tokens head columns")):
+    """Position of 64×64 results in the gradients of q, k or v (which = 0, 1, 2)."""
+
+
+class Fp8(collections.namedtuple("Fp8", "scale transposed")):
     """How the gradients of packed operands are stored in e5m2, both ways round.
 
     Attributes:
@@ -64,50 +201,27 @@ class Fp8(NamedTuple):
         transposed: ref of the transposed gradients, 3×H×D×B×T.
     """
 
-    scale: Any
-    transposed: Any
-
 
 @dataclasses.dataclass(frozen=True)
 class Block:
     """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        whole_heads: whether the schedule is whole heads, else split heads.
-        queries: number of queries in a block.
-        queries_of: function that maps a block of keys to (first, last + 1) of the blocks of queries
-            that see the keys; with documents also a function of the bounds of the block.
         bounds: the padded bounds of documents, or None.
-        key_blocks: number of blocks of keys of a head.
-        key_heads, group: number of key heads, and of query heads of each key head.
-        blocks: number of thread blocks of the grid.
-        fp8: None: the gradients are stored in `dtype`.
+        fp8: None: the gradients are stored in `sizes.dtype`.
         gradients: refs of the operands' gradients; None for dQ if this kernel does not store dQ.
         sums_gmem: the sums of dQ.
         me, block: index of the warpgroup and of the thread block.
         items: number of work items of this thread block.
     """
 
-    tiles: Any
-    whole_heads: bool
-    causal: bool
-    scale: float
-    window: int | None
-    length: int
-    head_dim: int
-    queries: int
-    queries_of: Any
-    key_blocks: int
-    key_heads: int
-    group: int
-    blocks: int
-    dtype: Any
-    fp8: Fp8 | None
+    sizes: Sizes
     inputs: Any
     dout: Any
     rows: Any
     bounds: Any
     table: Any
+    fp8: Fp8 | None
     gradients: Any
     sums_gmem: Any
     scratch: Scratch
@@ -117,19 +231,19 @@ class Block:
 
     @property
     def q_ring(self) -> Ring:
-        return Ring(self.tiles.stages, self.scratch.q_full, self.scratch.q_empty)
+        return Ring(STAGES, self.scratch.q_full, self.scratch.q_empty)
 
     @property
     def k_ring(self) -> Ring:
-        return Ring(self.tiles.key_stages, self.scratch.k_full, self.scratch.k_empty)
+        return Ring(KEY_STAGES[self.sizes.head_dim], self.scratch.k_full, self.scratch.k_empty)
 
     @property
     def ds_ring(self) -> Ring:
-        return Ring(self.tiles.score_stages, self.scratch.ds_full, self.scratch.ds_empty)
+        return Ring(SCORE_STAGES[self.sizes.head_dim], self.scratch.ds_full, self.scratch.ds_empty)
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.causal, self.window, self.length, self.bounds)
+        return Mask(self.sizes.options, self.sizes.length, self.bounds)
 
     def run(self) -> None:
         """Run the role of this warpgroup."""
@@ -139,19 +253,21 @@ class Block:
     def item(self, x):
         """Return work item x of this thread block: batch, key head, block of keys, and the blocks
         of queries first … stop − 1."""
-        if self.whole_heads:
-            n, j = _divmod(x, self.key_blocks)
-            index = n * self.blocks + self.block
+        if self.sizes.whole_heads:
+            n, j = divmod_int32(x, self.sizes.key_blocks)
+            index = n * self.sizes.blocks + self.block
             if self.bounds is not None:
                 index = self.table[self.block, n + 1]
         else:
-            index, j = _divmod(self.table[self.block, x + 1], self.key_blocks)
-        b, head = _divmod(index, self.key_heads)
+            index, j = divmod_int32(self.table[self.block, x + 1], self.sizes.key_blocks)
+        b, head = divmod_int32(index, self.sizes.key_heads)
         if self.bounds is None:
-            first, stop = self.queries_of(j)
+            first, stop = self.sizes.queries_of(j)
         else:
             first_BT, last_BT = self.bounds
-            first, stop = self.queries_of(j, first_BT[b, j * KEYS], last_BT[b, j * KEYS + KEYS - 1])
+            first, stop = self.sizes.queries_of(
+                j, first_BT[b, j * KEYS], last_BT[b, j * KEYS + KEYS - 1]
+            )
         return b, head, j, jnp.int32(first), jnp.int32(stop)
 
     def query_block(self, step, first, stop):
@@ -161,12 +277,10 @@ class Block:
         additions to these tiles. Split heads begin on the diagonal, so that thread blocks that work
         on the same head add to different tiles.
         """
-        g, i = (
-            (jnp.int32(0), step)
-            if self.group == 1
-            else (lax.div(step, stop - first), lax.rem(step, stop - first))
-        )
-        return g, stop - 1 - i if self.whole_heads else first + i
+        g, i = jnp.int32(0), step
+        if self.sizes.group > 1:
+            g, i = lax.div(step, stop - first), lax.rem(step, stop - first)
+        return g, stop - 1 - i if self.sizes.whole_heads else first + i
 
     # ------------------------------------------------------------------------ loading warpgroup
 
@@ -189,19 +303,15 @@ class Block:
                 g, i = self.query_block(step, first, stop)
                 slot = q_ring.slot(fills)
                 q_ring.wait_empty(fills)
-                h, rows, full = (
-                    head * self.group + g,
-                    pl.ds(i * self.queries, self.queries),
-                    q_ring.full.at[slot],
-                )
-                plgpu.copy_gmem_to_smem(
-                    operand(self.inputs, 0, b, rows, h), scratch.q.at[slot], full
-                )
+                h, full = head * self.sizes.group + g, q_ring.full.at[slot]
+                rows = pl.ds(i * self.sizes.queries, self.sizes.queries)
+                queries = operand(self.inputs, 0, b, rows, h)
+                plgpu.copy_gmem_to_smem(queries, scratch.q.at[slot], full)
                 plgpu.copy_gmem_to_smem(self.rows.at[b, h, :, rows], scratch.rows.at[slot], full)
                 plgpu.copy_gmem_to_smem(self.dout.at[b, rows, h], scratch.dout.at[slot], full)
                 return fills + 1
 
-            return lax.fori_loop(0, (stop - first) * self.group, load_queries, fills)
+            return lax.fori_loop(0, (stop - first) * self.sizes.group, load_queries, fills)
 
         fills = lax.fori_loop(0, self.items, one_item, jnp.int32(0))
         q_ring.drain_unrolled(fills)
@@ -224,7 +334,7 @@ class Block:
         """Compute the gradients of work item x. Return the fills of the query slots so far."""
         b, head, j, first, stop = self.item(x)
         k_slot = self.k_ring.slot(x)
-        steps = (stop - first) * self.group
+        steps = (stop - first) * self.sizes.group
         key = j * KEYS + self.me * HALF
         seen_by = self.mask.seen_by(b, key)
         item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine, seen_by)
@@ -234,7 +344,7 @@ class Block:
             pl.loop(0, steps)(lambda number: self.one_step(item, number, dk_acc, dv_acc))
             return dk_acc[...], dv_acc[...]
 
-        shape = plgpu.ACC((HALF, self.head_dim), jnp.float32)
+        shape = plgpu.ACC((HALF, self.sizes.head_dim), jnp.float32)
         dk, dv = pl.run_scoped(over_queries, shape, shape)
         self.k_ring.release(k_slot)
         self.store_dk_and_dv(item, dk, dv)
@@ -244,7 +354,7 @@ class Block:
         """Add the contributions of one block of queries to dK, dV and dQ."""
         step = self.step(item, number)
         self.q_ring.wait_full(step.slot)
-        shape = plgpu.ACC((HALF, self.queries), jnp.float32)
+        shape = plgpu.ACC((HALF, self.sizes.queries), jnp.float32)
         ds = pl.run_scoped(functools.partial(self.scores_and_dv, item, step, dv_acc), shape, shape)
         ds_slot = self.ds_ring.slot(step.fill)
         self.share_ds(item, step, ds_slot, ds)
@@ -253,7 +363,7 @@ class Block:
             plgpu.ACC((HALF, HALF), jnp.float32),
         )
         self.ds_ring.release(ds_slot)
-        if self.whole_heads:
+        if self.sizes.whole_heads:
             pl.when(~step.ends)(lambda: self.add_to_sums(step, dq))
             pl.when(step.ends)(lambda: self.finish_dq(item, step, dq))
         else:
@@ -268,11 +378,11 @@ class Block:
         # Without the barrier, the compiler keeps every loop-invariant address in a register, and
         # spills registers.
         k_slot = lax.optimization_barrier(item.k_slot)
-        h, query = item.head * self.group + g, i * self.queries
+        h, query = item.head * self.sizes.group + g, i * self.sizes.queries
         starts = ends = None
-        rows = pl.ds(query, self.queries)
-        if self.whole_heads:
-            sums = self.part_of_dq(item, self.sums_gmem.at[self.block * self.group + g, rows])
+        rows = pl.ds(query, self.sizes.queries)
+        if self.sizes.whole_heads:
+            sums = self.part_of_dq(item, self.sums_gmem.at[self.block * self.sizes.group + g, rows])
             first, last = self.key_blocks_of(item.b, query)
             starts, ends = item.j == first, item.j == last
         else:
@@ -283,27 +393,29 @@ class Block:
         """Return the first and the last block of keys that a block of queries sees."""
         if self.bounds is not None:
             first = lax.div(self.bounds.first_BT[b, query], jnp.int32(KEYS))
-        elif self.window is not None:
-            first = lax.div(jnp.maximum(query - (self.window - 1), 0), jnp.int32(KEYS))
+        elif self.sizes.options.window is not None:
+            first = lax.div(
+                jnp.maximum(query - (self.sizes.options.window - 1), 0), jnp.int32(KEYS)
+            )
         else:
             first = 0
-        if self.causal:
+        if self.sizes.options.causal:
             last = lax.div(query, jnp.int32(KEYS))
         elif self.bounds is not None:
-            end = self.bounds.last_BT[b, query + (self.queries - 1)]
+            end = self.bounds.last_BT[b, query + (self.sizes.queries - 1)]
             last = lax.div(end, jnp.int32(KEYS))
         else:
-            last = self.key_blocks - 1
+            last = self.sizes.key_blocks - 1
         return first, last
 
     def part_of_dq(self, item, ref):
         """Return this warpgroup's 64×64 part of a tile of dQ, queries×D."""
-        return ref.at[item.mine] if self.head_dim == HALF else ref.at[:, item.mine]
+        return ref.at[item.mine] if self.sizes.head_dim == HALF else ref.at[:, item.mine]
 
     def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
         """Compute S, dP, P and dS, and issue the matmul for dV. Return dS."""
         self.start_scores(item, step, s_acc, dp_acc)
-        if self.whole_heads:
+        if self.sizes.whole_heads:
 
             @pl.when(step.ends & ~step.starts)
             def _fetch():
@@ -317,7 +429,7 @@ class Block:
         p = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
         plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        return (p.astype(jnp.float32) * dp).astype(self.dtype)
+        return (p.astype(jnp.float32) * dp).astype(self.sizes.dtype)
 
     def start_scores(self, item, step, s_acc, dp_acc) -> None:
         """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D."""
@@ -336,21 +448,21 @@ class Block:
         the softmax. Since dV needs P, the compiler keeps the exponentials before the wait for dP.
         The optimization barrier prevents rounding of the numbers one by one.
         """
-        logits = s * jnp.float32(self.scale * LOG2_E) - self.along_columns(step, 0)
+        logits = s * jnp.float32(self.sizes.options.scale * LOG2_E) - self.along_columns(step, 0)
         logits = lax.cond(
-            self.mask.on_an_edge(item.key, step.query, self.queries, item.seen_by),
+            self.mask.on_an_edge(item.key, step.query, self.sizes.queries, item.seen_by),
             lambda a: self.mask.hide_transposed(
                 a, item.b, item.key, step.query, self.scratch.columns.at[self.me]
             ),
             lambda a: a,
             logits,
         )
-        return lax.optimization_barrier(jnp.exp2(logits).astype(self.dtype))
+        return lax.optimization_barrier(jnp.exp2(logits).astype(self.sizes.dtype))
 
     def along_columns(self, step, which):
         """Return log₂e·L (which = 0) or −D (which = 1) of the queries, broadcast over the keys."""
         row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=COLUMNS, optimized=False)
-        return lax.broadcast_in_dim(row, (HALF, self.queries), [1])
+        return lax.broadcast_in_dim(row, (HALF, self.sizes.queries), [1])
 
     def share_ds(self, item, step, ds_slot, ds) -> None:
         """Store this warpgroup's rows of dS, and wait for the rows of the other warpgroup."""
@@ -358,10 +470,10 @@ class Block:
         # the tile of dS. A work item adds to a tile of dQ once: the wait for all copies of the
         # last item keeps the additions in order.
         pl.when(step.number == 0)(
-            lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.whole_heads)
+            lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.sizes.whole_heads)
         )
         pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
-        for part in range(self.queries // HALF):
+        for part in range(self.sizes.queries // HALF):
             columns = slice(part * HALF, (part + 1) * HALF)
             self.scratch.ds[ds_slot, part, item.mine] = ds[:, columns]
         plgpu.commit_smem()
@@ -371,7 +483,7 @@ class Block:
     def dq_and_dk(self, item, step, ds_slot, ds, dq_acc, dk_acc):
         """Issue the matmuls dQ = dS K and dK += dSᵀ Q. Return dQ, 64×64."""
         ds_smem, k_smem = self.scratch.ds, self.scratch.k
-        if self.head_dim == HALF:
+        if self.sizes.head_dim == HALF:
             left, right = ds_smem.at[ds_slot, self.me], k_smem.at[step.k_slot]
         else:
             left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]
@@ -386,7 +498,7 @@ class Block:
         sums_smem[self.me] = dq
         plgpu.commit_smem()
         to_sums = functools.partial(plgpu.copy_smem_to_gmem, sums_smem.at[self.me], step.sums)
-        if self.whole_heads:
+        if self.sizes.whole_heads:
             pl.when(step.starts)(to_sums)
             pl.when(~step.starts)(lambda: to_sums(reduction_op="add"))
         else:
@@ -402,11 +514,11 @@ class Block:
 
         total = lax.cond(step.starts, lambda: dq, with_sums)
         tokens, columns = pl.ds(step.query + me * HALF, HALF), slice(None)
-        if self.head_dim > HALF:
-            tokens, columns = pl.ds(step.query, self.queries), item.mine
+        if self.sizes.head_dim > HALF:
+            tokens, columns = pl.ds(step.query, self.sizes.queries), item.mine
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         place = Place(0, item.b, tokens, step.h, columns)
-        self.store(total * jnp.float32(self.scale), scratch.out.at[me, 0], place)
+        self.store(total * jnp.float32(self.sizes.options.scale), scratch.out.at[me, 0], place)
 
     def store_dk_and_dv(self, item, dk, dv) -> None:
         """Store the gradients of 64 keys and values.
@@ -419,14 +531,14 @@ class Block:
         ds_slot = ds_ring.slot(fill)
         ds_ring.wait_empty(fill)
         part = 0
-        for which, result in ((1, dk * jnp.float32(self.scale)), (2, dv)):
-            for column in range(0, self.head_dim, HALF):
+        for which, result in ((1, dk * jnp.float32(self.sizes.options.scale)), (2, dv)):
+            for column in range(0, self.sizes.head_dim, HALF):
                 columns = slice(column, column + HALF)
                 place = Place(which, item.b, pl.ds(item.key, HALF), item.head, columns)
-                if part * HALF < self.queries and self.fp8 is None:
+                if part * HALF < self.sizes.queries and self.fp8 is None:
                     smem = self.scratch.ds.at[ds_slot, part, item.mine]
                 else:
-                    slots = self.tiles.slots
+                    slots = SLOTS[self.sizes.head_dim]
                     plgpu.wait_smem_to_gmem(min(part, slots - 1), wait_read_only=True)
                     smem = self.scratch.out.at[self.me, part % slots]
                 self.store(result[:, columns], smem, place)
@@ -437,7 +549,7 @@ class Block:
         which, b, tokens, head, columns = place
         target = operand(self.gradients, which, b, tokens, head).at[:, columns]
         if self.fp8 is None:
-            smem[...] = result.astype(self.dtype)
+            smem[...] = result.astype(self.sizes.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(smem, target)
             return
@@ -449,7 +561,3 @@ class Block:
         plgpu.copy_smem_to_gmem(rows, target, commit_group=False)
         target = self.fp8.transposed.at[which, head, :, b, tokens].at[columns]
         plgpu.copy_smem_to_gmem(transposed, target)
-
-
-def _divmod(a, b):
-    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))

@@ -1,6 +1,6 @@
 """Forward kernel of flash attention on Hopper (Pallas Mosaic GPU).
 
-A work item is a tile of queries of one head: 64 or 128 rows for each of the computing warpgroups.
+A work item is a tile of queries of one head: 64 rows for each of the computing warpgroups.
 One more warpgroup loads tiles of queries, keys and values into rings. The loading warpgroup runs
 ahead into the next work item. The table of work items is computed before the launch.
 
@@ -15,46 +15,149 @@ factor is log₂e·scale: the softmax is computed in base 2.
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
-| `q_full` | warpgroups × q_slots | 1 | the copy of queries | the warpgroup of the queries |
-| `q_empty` | warpgroups × q_slots | 1 | the warpgroup of the queries | loading warpgroup |
-| `k_full`, `v_full` | stages | 1 | the copy of keys, of values | each computing warpgroup |
-| `k_empty`, `v_empty` | stages | warpgroups | each computing warpgroup | loading warpgroup |
+| `q_full` | warpgroups × 2 | 1 | the copy of queries | the warpgroup of the queries |
+| `q_empty` | warpgroups × 2 | 1 | the warpgroup of the queries | loading warpgroup |
+| `k_full`, `v_full` | 2 | 1 | the copy of keys, of values | each computing warpgroup |
+| `k_empty`, `v_empty` | 2 | warpgroups | each computing warpgroup | loading warpgroup |
 | `ping_pong` | warpgroups | 1 | the warpgroup before | a warpgroup, before it starts matmuls |
 
-The barrier `ping_pong` exists with the option ping_pong only. A computing warpgroup waits for and
+The barrier `ping_pong` exists with D = 64 only. A computing warpgroup waits for and
 releases each fill of the key and value slots, also fills that only other warpgroups need.
 
 Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
 queries and N keys.
 """
 
+import collections
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, swizzled
 from pallas_kernels.attention.mosaic_masks import Mask, fill_columns
 
+# The fastest of those measured on an H200, in both passes of every shape in docs/kernels.
+ROWS = 64
+"""Queries in the tile of one computing warpgroup."""
+KEYS = 128
+"""Keys in a block."""
+STAGES = 2
+"""Blocks of keys, and of values, in shared memory."""
+Q_SLOTS = 2
+"""Tiles of queries in shared memory for each warpgroup."""
+WARPGROUPS = {64: 3, 128: 2}
+"""Computing warpgroups, by head dimension. One more warpgroup loads."""
+REGISTERS = {64: (160, 32), 128: (232, 40)}
+"""Registers per thread of a computing warpgroup and of the loading warpgroup, by head dimension."""
 
-class Scratch(NamedTuple):
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Sizes and options of a call.
+
+    Attributes:
+        options: `Options`. With documents the window is None: the bounds include the window.
+        group: number of query heads of a key head.
+        documents: whether there are bounds of documents.
+    """
+
+    options: Any
+    length: int
+    heads: int
+    group: int
+    head_dim: int
+    dtype: Any
+    documents: bool
+
+    @property
+    def warpgroups(self) -> int:
+        return WARPGROUPS[self.head_dim]
+
+    @property
+    def ping_pong(self) -> bool:
+        """Whether the warpgroups start their matmuls one after the other: the softmax of one
+        warpgroup then overlaps the matmuls of another."""
+        return self.head_dim == 64
+
+    @property
+    def row_blocks(self) -> int:
+        """Number of blocks of rows of one warpgroup in a head."""
+        return pl.cdiv(self.length, ROWS)
+
+    @property
+    def row_tiles(self) -> int:
+        """Number of blocks of rows of all warpgroups in a head."""
+        return pl.cdiv(self.row_blocks, self.warpgroups)
+
+    def first_row_block(self, tile):
+        """Return the first block of rows of a tile, which may be negative: tile 0 contains the last
+        rows, and the first rows cost the least."""
+        return self.row_blocks - (tile + 1) * self.warpgroups
+
+    def key_blocks(self, first, ends=None):
+        """Return the range of key blocks that the queries first, …, first + ROWS − 1 see.
+
+        Args:
+            first: first query, below `length`; a Python or a traced int32.
+            ends: with documents, the bounds (first key, last key) of the first and of the last
+                query. The last key counts only without `causal`.
+
+        Returns:
+            (start, full_start, full_stop, stop), in non-decreasing order. Blocks full_start …
+            full_stop − 1 need no mask: each query sees all keys. Blocks start … full_start − 1 and
+            full_stop … stop − 1 need a mask.
+        """
+        least, most, div = jnp.minimum, jnp.maximum, lambda a: lax.div(a, jnp.int32(KEYS))
+        if isinstance(first, int):
+            least, most, div = min, max, lambda a: a // KEYS
+        window = self.options.window
+        if self.options.causal:
+            stop = div(least(first + ROWS, self.length) + (KEYS - 1))
+            full_stop = div(first + 1)
+        elif ends is None:
+            full_stop, stop = self.length // KEYS, pl.cdiv(self.length, KEYS)
+        else:
+            full_stop, stop = div(ends[0][1] + 1), div(ends[1][1]) + 1
+        if ends is not None:
+            start, full_start = div(ends[0][0]), div(ends[1][0] + (KEYS - 1))
+        elif window is not None:
+            start = div(most(first - window + 1, 0))
+            full_start = div(most(first + ROWS - window, 0) + (KEYS - 1))
+        else:
+            return 0, 0, full_stop, stop
+        full_start = least(full_start, stop)
+        return start, full_start, most(full_start, full_stop), stop
+
+
+class Scratch(
+    collections.namedtuple(
+        "Scratch", "q k v out lse columns q_full q_empty k_full k_empty v_full v_empty ping_pong"
+    )
+):
     """Shared memory and barriers, in the order of their allocation."""
 
-    q: Any
-    k: Any
-    v: Any
-    out: Any
-    lse: Any
-    columns: Any
-    q_full: Any
-    q_empty: Any
-    k_full: Any
-    k_empty: Any
-    v_full: Any
-    v_empty: Any
-    ping_pong: Any
+
+def scratch_types(sizes: Sizes) -> Scratch:
+    """Return the types of the shared memory and the barriers."""
+    groups, head_dim, dtype = sizes.warpgroups, sizes.head_dim, sizes.dtype
+    return Scratch(
+        q=swizzled((groups, Q_SLOTS, ROWS, head_dim), dtype),
+        k=swizzled((STAGES, KEYS, head_dim), dtype),
+        v=swizzled((STAGES, KEYS, head_dim), dtype),
+        out=swizzled((groups, ROWS, head_dim), dtype),
+        lse=plgpu.SMEM((groups, ROWS), jnp.float32),
+        columns=plgpu.SMEM((groups, KEYS), jnp.int32) if sizes.documents else None,
+        q_full=plgpu.Barrier(num_barriers=(groups, Q_SLOTS)),
+        q_empty=plgpu.Barrier(num_barriers=(groups, Q_SLOTS)),
+        k_full=plgpu.Barrier(num_barriers=STAGES),
+        k_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
+        v_full=plgpu.Barrier(num_barriers=STAGES),
+        v_empty=plgpu.Barrier(num_arrivals=groups, num_barriers=STAGES),
+        ping_pong=plgpu.Barrier(num_barriers=groups) if sizes.ping_pong else None,
+    )
 
 
 def operand(refs, which: int, b, rows, head):
@@ -63,8 +166,12 @@ def operand(refs, which: int, b, rows, head):
     return refs[0].at[b, rows, which, head] if len(refs) == 1 else refs[which].at[b, rows, head]
 
 
-@dataclasses.dataclass(frozen=True)
-class Item:
+class Item(
+    collections.namedtuple(
+        "Item",
+        "index b head start stop row_block fills first my_start full_start full_stop my_stop",
+    )
+):
     """The rows of one warpgroup in a work item.
 
     Attributes:
@@ -77,19 +184,6 @@ class Item:
             `key_blocks` returns them.
     """
 
-    index: Any
-    b: Any
-    head: Any
-    start: Any
-    stop: Any
-    row_block: Any
-    fills: Any
-    first: Any
-    my_start: Any
-    full_start: Any
-    full_stop: Any
-    my_stop: Any
-
     def fill(self, j):
         """Return the number of the fill that loads block j of the keys, and of the values."""
         return self.fills + (self.stop - 1 - j)
@@ -100,30 +194,12 @@ class Block:
     """The kernel of one thread block (CTA): sizes, refs, and the two roles of a warpgroup.
 
     Attributes:
-        registers: registers per thread of a computing, and of the loading, warpgroup.
-        see: function of the first query and the number of rows: `key_blocks`, or
-            `key_blocks_of_documents`.
         bounds: the padded bounds of documents, or None.
-        group: number of query heads of a key head.
-        row_blocks, row_tiles: numbers of blocks of rows of one warpgroup, and of all warpgroups, in
-            a head.
         me, this: index of the warpgroup and of the thread block.
         items: number of work items of this thread block.
     """
 
-    tiles: Any
-    registers: tuple[int, int]
-    see: Any
-    length: int
-    heads: int
-    group: int
-    head_dim: int
-    row_blocks: int
-    row_tiles: int
-    causal: bool
-    scale: float
-    window: int | None
-    dtype: Any
+    sizes: Sizes
     inputs: Any
     bounds: Any
     table: Any
@@ -136,15 +212,15 @@ class Block:
 
     @property
     def q_ring(self) -> Ring:
-        return Ring(self.tiles.q_slots, self.scratch.q_full, self.scratch.q_empty)
+        return Ring(Q_SLOTS, self.scratch.q_full, self.scratch.q_empty)
 
     @property
     def k_ring(self) -> Ring:
-        return Ring(self.tiles.stages, self.scratch.k_full, self.scratch.k_empty)
+        return Ring(STAGES, self.scratch.k_full, self.scratch.k_empty)
 
     @property
     def v_ring(self) -> Ring:
-        return Ring(self.tiles.stages, self.scratch.v_full, self.scratch.v_empty)
+        return Ring(STAGES, self.scratch.v_full, self.scratch.v_empty)
 
     @property
     def factors(self) -> tuple[float, float | None]:
@@ -153,34 +229,30 @@ class Block:
         The largest score has the largest product with factor only if factor > 0. Otherwise, scores
         are first multiplied by rescale, and factor is 1.
         """
-        return (self.scale * LOG2_E, None) if self.scale > 0 else (1.0, self.scale * LOG2_E)
+        scale = self.sizes.options.scale
+        return (scale * LOG2_E, None) if scale > 0 else (1.0, scale * LOG2_E)
 
     def run(self) -> None:
         """Run the role of this warpgroup."""
-        pl.when(self.me == self.tiles.warpgroups)(self.load)
-        pl.when(self.me < self.tiles.warpgroups)(self.compute)
+        pl.when(self.me == self.sizes.warpgroups)(self.load)
+        pl.when(self.me < self.sizes.warpgroups)(self.compute)
 
     def unpack(self, entry):
         """Return batch, head, the key blocks [start, stop) that some row sees, and the first block
         of rows, which may be negative."""
-        groups, rows = self.tiles.warpgroups, self.tiles.block_q
-        head, tile = (
-            lax.div(entry, jnp.int32(self.row_tiles)),
-            lax.rem(entry, jnp.int32(self.row_tiles)),
-        )
-        first = self.row_blocks - (tile + 1) * groups
-        b, h = lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads))
-        start, *_ = self.key_blocks(b, jnp.maximum(first, 0) * rows)
-        *_, stop = self.key_blocks(b, (first + groups - 1) * rows)
+        head, tile = divmod_int32(entry, self.sizes.row_tiles)
+        first = self.sizes.first_row_block(tile)
+        b, h = divmod_int32(head, self.sizes.heads)
+        start, *_ = self.key_blocks(b, jnp.maximum(first, 0) * ROWS)
+        *_, stop = self.key_blocks(b, (first + self.sizes.warpgroups - 1) * ROWS)
         return b, h, start, stop, first
 
     def key_blocks(self, b, first):
-        """Return `see` of the rows from `first` on: the key blocks that these rows see."""
-        rows = self.tiles.block_q
+        """Return the key blocks that the rows from `first` on see."""
         if self.bounds is None:
-            return self.see(first, rows)
-        keys = [tuple(x[b, t] for x in self.bounds) for t in (first, first + (rows - 1))]
-        return self.see(first, rows, top=keys[0], bottom=keys[1])
+            return self.sizes.key_blocks(first)
+        ends = [tuple(x[b, t] for x in self.bounds) for t in (first, first + (ROWS - 1))]
+        return self.sizes.key_blocks(first, ends)
 
     def over_items(self, one_item):
         """Run one_item(index, entry, fills) → (next entry, fills) on all work items. Return the
@@ -197,15 +269,19 @@ class Block:
 
     def load(self) -> None:
         """Load the queries, keys and values of all work items."""
-        tiles, k_ring, v_ring, q_ring = self.tiles, self.k_ring, self.v_ring, self.q_ring
-        if tiles.warpgroups > 1:  # One computing warpgroup has enough registers.
-            plgpu.set_max_registers(self.registers[1], action="decrease")
+        k_ring, v_ring, q_ring, groups = (
+            self.k_ring,
+            self.v_ring,
+            self.q_ring,
+            self.sizes.warpgroups,
+        )
+        plgpu.set_max_registers(REGISTERS[self.sizes.head_dim][1], action="decrease")
 
         def one_item(i, entry, fills):
             following = self.table[self.this, i + 2]
             b, head, start, stop, first = self.unpack(entry)
             self.load_keys(b, head, stop - 1, fills)
-            for w in range(tiles.warpgroups):
+            for w in range(groups):
                 self.load_queries(w, i, b, head, first + w)
             self.load_values(b, head, stop - 1, fills)
 
@@ -219,14 +295,14 @@ class Block:
         fills = self.over_items(one_item)
 
         # The thread block must not end before all arrivals on its barriers.
-        @pl.loop(jnp.maximum(fills - tiles.stages, 0), fills)
+        @pl.loop(jnp.maximum(fills - STAGES, 0), fills)
         def _(n):
             k_ring.wait_released(k_ring.slot(n))
             v_ring.wait_released(v_ring.slot(n))
 
-        @pl.loop(jnp.maximum(self.items - tiles.q_slots, 0), self.items)
+        @pl.loop(jnp.maximum(self.items - Q_SLOTS, 0), self.items)
         def _(i):
-            for w in range(tiles.warpgroups):
+            for w in range(groups):
                 q_ring.wait_released(q_ring.slot(i), w)
 
     def load_keys(self, b, head, j, n) -> None:
@@ -239,8 +315,8 @@ class Block:
 
     def load_block(self, which, smem, ring, b, head, j, n) -> None:
         ring.wait_empty(n)
-        rows = _slice(j, self.tiles.block_kv)
-        source = operand(self.inputs, which, b, rows, lax.div(head, jnp.int32(self.group)))
+        rows = _slice(j, KEYS)
+        source = operand(self.inputs, which, b, rows, lax.div(head, jnp.int32(self.sizes.group)))
         plgpu.copy_gmem_to_smem(source, smem.at[ring.slot(n)], ring.full.at[ring.slot(n)])
 
     def load_queries(self, w, i, b, head, row_block) -> None:
@@ -250,7 +326,7 @@ class Block:
 
         @pl.when(row_block >= 0)
         def _():
-            source = operand(self.inputs, 0, b, _slice(row_block, self.tiles.block_q), head)
+            source = operand(self.inputs, 0, b, _slice(row_block, ROWS), head)
             plgpu.copy_gmem_to_smem(
                 source, self.scratch.q.at[w, ring.slot(i)], ring.full.at[w, ring.slot(i)]
             )
@@ -259,10 +335,9 @@ class Block:
 
     def compute(self) -> None:
         """Compute and store this warpgroup's rows of all work items."""
-        groups, q_ring = self.tiles.warpgroups, self.q_ring
-        if groups > 1:
-            plgpu.set_max_registers(self.registers[0], action="increase")
-        pl.when(self.me == groups - 1)(self.arrive_ping_pong)
+        q_ring = self.q_ring
+        plgpu.set_max_registers(REGISTERS[self.sizes.head_dim][0], action="increase")
+        pl.when(self.me == self.sizes.warpgroups - 1)(self.arrive_ping_pong)
         if self.bounds is not None:
             fill_columns(self.scratch.columns.at[self.me])
 
@@ -290,13 +365,13 @@ class Block:
     # In each work item, a warpgroup waits once per block of keys, except for the first block.
     def wait_ping_pong(self) -> None:
         """Wait until the previous warpgroup has issued the previous warpgroup's matmuls."""
-        if self.tiles.ping_pong:
+        if self.sizes.ping_pong:
             plgpu.barrier_wait(self.scratch.ping_pong.at[self.me])
 
     def arrive_ping_pong(self) -> None:
         """Arrive on the next warpgroup's barrier: the next warpgroup may issue matmuls."""
-        if self.tiles.ping_pong:
-            next_one = lax.rem(self.me + 1, jnp.int32(self.tiles.warpgroups))
+        if self.sizes.ping_pong:
+            next_one = lax.rem(self.me + 1, jnp.int32(self.sizes.warpgroups))
             plgpu.barrier_arrive(self.scratch.ping_pong.at[next_one])
 
     def skip(self, n) -> None:
@@ -313,45 +388,44 @@ class Block:
     def attend(self, i, b, head, start, stop, row_block, fills) -> None:
         """Compute and store the output and log-sum-exp of one block of rows."""
         out_smem, lse_smem, me = self.scratch.out, self.scratch.lse, self.me
-        rows = self.tiles.block_q
-        first = row_block * rows
+        first = row_block * ROWS
         seen = self.key_blocks(b, first)
         item = Item(i, b, head, start, stop, row_block, fills, first, *seen)
         pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_order(fills + n))
         o_MD, m_M, l_M = pl.run_scoped(
             lambda o_acc: self.over_keys(item, o_acc),
-            plgpu.ACC((rows, self.head_dim), jnp.float32),
+            plgpu.ACC((ROWS, self.sizes.head_dim), jnp.float32),
         )
         pl.loop(0, item.my_start - start)(
             lambda n: self.skip_in_order(item.fill(item.my_start - 1 - n))
         )
         inverse_M = 1.0 / l_M
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        out_smem[me] = (o_MD * lax.broadcast_in_dim(inverse_M, o_MD.shape, [0])).astype(self.dtype)
+        out_smem[me] = (o_MD * lax.broadcast_in_dim(inverse_M, o_MD.shape, [0])).astype(
+            self.sizes.dtype
+        )
         lse_smem[me] = (m_M + jnp.log2(l_M)) * (1 / LOG2_E)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(
-            out_smem.at[me], self.out.at[b, _slice(row_block, rows), head], commit_group=False
+            out_smem.at[me], self.out.at[b, _slice(row_block, ROWS), head], commit_group=False
         )
-        plgpu.copy_smem_to_gmem(lse_smem.at[me], self.lse.at[b, head, _slice(row_block, rows)])
+        plgpu.copy_smem_to_gmem(lse_smem.at[me], self.lse.at[b, head, _slice(row_block, ROWS)])
 
     def over_keys(self, item, o_acc):
         """Return the sums over all key blocks: O (not yet divided by l), m and l."""
-        rows, block = self.tiles.block_q, self.tiles.block_kv
-        q_slot = self.q_ring.slot
+        causal, q_slot = self.sizes.options.causal, self.q_ring.slot
         self.q_ring.wait_full(q_slot(item.index), self.me)
         last = item.my_stop - 1
         self.k_ring.wait_full(self.k_ring.slot(item.fill(last)))
-        part = block // 128 * 64
-        if self.causal and rows <= part:
-            seen = item.first + rows - last * block
+        if causal:
+            seen = item.first + ROWS - last * KEYS
             carry = lax.cond(
-                seen <= part,
-                lambda: self.first_block(item, last, part),
-                lambda: self.first_block(item, last, block),
+                seen <= KEYS // 2,
+                lambda: self.first_block(item, last, KEYS // 2),
+                lambda: self.first_block(item, last, KEYS),
             )
         else:
-            carry = self.first_block(item, last, block)
+            carry = self.first_block(item, last, KEYS)
         self.await_keys(item, last - 1)
 
         def steps(above, down_to, carry, masked):
@@ -363,13 +437,11 @@ class Block:
                 carry,
             )
 
-        most_right_edges = 1 if block % rows == 0 else pl.cdiv(rows, block) + 1
-        ends_differ = self.bounds is not None and not self.causal
-        if ends_differ or (self.causal and most_right_edges > 1):
+        if self.bounds is not None and not causal:  # the rows' documents may end in other blocks
             carry = steps(last, item.full_stop, carry, masked=True)
         full_from = jnp.minimum(last, item.full_stop)
         carry = steps(full_from, item.full_start, carry, masked=False)
-        if self.window is not None or self.bounds is not None:
+        if self.sizes.options.window is not None or self.bounds is not None:
             carry = steps(jnp.minimum(last, item.full_start), item.my_start, carry, masked=True)
         m_M, l_M, p_MN = carry
         self.q_ring.release(q_slot(item.index), self.me)
@@ -381,59 +453,47 @@ class Block:
     def first_block(self, item, last, columns):
         """Return m, l and P of the last key block. The rows see only the block's first `columns`
         keys."""
-        rows, block = self.tiles.block_q, self.tiles.block_kv
 
         def qk(s_acc):
             self.start_qk(item, s_acc, last)
             return self.finish_qk(item, s_acc, last, 0)
 
-        s_MN = pl.run_scoped(qk, plgpu.ACC((rows, columns), jnp.float32))
-        masked = self.causal or self.bounds is not None or self.length % block != 0
+        s_MN = pl.run_scoped(qk, plgpu.ACC((ROWS, columns), jnp.float32))
+        sizes = self.sizes
+        masked = sizes.options.causal or sizes.documents or sizes.length % KEYS != 0
         m_M, p_MN = self.softmax(item, s_MN, last, masked, None)
-        l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(self.dtype)
-        if columns < block:
-            none_MN = plgpu.layout_cast(
-                jnp.zeros((rows, block - columns), self.dtype), plgpu.Layout.WGMMA
-            )
+        l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(sizes.dtype)
+        if columns < KEYS:
+            none_MN = jnp.zeros((ROWS, KEYS - columns), sizes.dtype)
+            none_MN = plgpu.layout_cast(none_MN, plgpu.Layout.WGMMA)
             p_MN = lax.concatenate((p_MN, none_MN), 1)
         return m_M, l_M, p_MN
 
     def step(self, item, o_acc, j, carry, masked):
         """Compute QK and softmax of block j, PV of block j + 1. Return m, l and P of block j."""
-        overlap = self.tiles.overlap
         m_M, l_M, p_MN = carry
 
         def qk_and_pv(s_acc):
             self.wait_ping_pong()
-            if overlap:
-                self.start_qk(item, s_acc, j)
-                self.start_pv(item, o_acc, p_MN, j + 1)
-                self.arrive_ping_pong()
-                return self.finish_qk(item, s_acc, j, 1)
-            self.start_pv(item, o_acc, p_MN, j + 1)
             self.start_qk(item, s_acc, j)
+            self.start_pv(item, o_acc, p_MN, j + 1)
             self.arrive_ping_pong()
-            s_MN = self.finish_qk(item, s_acc, j, 0)
-            self.release_values(item, j + 1)
-            return s_MN
+            return self.finish_qk(item, s_acc, j, 1)
 
-        shape = (self.tiles.block_q, self.tiles.block_kv)
-        s_MN = pl.run_scoped(qk_and_pv, plgpu.ACC(shape, jnp.float32))
+        s_MN = pl.run_scoped(qk_and_pv, plgpu.ACC((ROWS, KEYS), jnp.float32))
         new_m_M, weight_MN = self.softmax(item, s_MN, j, masked, m_M)
         decay_M = jnp.exp2(m_M - new_m_M)
         l_M = l_M * decay_M + weight_MN.sum(axis=1)
-        if overlap:
-            # The softmax comes before the wait for PV. The weights are rounded after the wait,
-            # since the matmul in progress reads the weights of the previous block.
-            new_m_M, l_M, weight_MN, decay_M = lax.optimization_barrier(
-                (new_m_M, l_M, weight_MN, decay_M)
-            )
+        # The softmax comes before the wait for PV. The weights are rounded after the wait, since
+        # the matmul in progress reads the weights of the previous block.
+        new_m_M, l_M, weight_MN, decay_M = lax.optimization_barrier(
+            (new_m_M, l_M, weight_MN, decay_M)
+        )
         self.await_keys(item, j - 1)
         o_MD = o_acc[...]
-        if overlap:
-            self.release_values(item, j + 1)
+        self.release_values(item, j + 1)
         o_acc[...] = o_MD * lax.broadcast_in_dim(decay_M, o_MD.shape, [0])
-        return new_m_M, l_M, weight_MN.astype(self.dtype)
+        return new_m_M, l_M, weight_MN.astype(self.sizes.dtype)
 
     def start_qk(self, item, s_acc, j) -> None:
         """Issue S = Q Kᵀ for the first keys of block j: one key per column of `s_acc`."""
@@ -466,8 +526,8 @@ class Block:
         begins with weights of 1. These weights are multiplied by 0 when the row sees a key.
         """
         hidden = max(-1e30 / self.factors[0], -3e38)
-        key = j * self.tiles.block_kv
-        mask = Mask(self.causal, self.window, self.length, self.bounds)
+        key = j * KEYS
+        mask = Mask(self.sizes.options, self.sizes.length, self.bounds)
         columns = None if self.bounds is None else self.scratch.columns.at[self.me]
         return mask.hide(s_MN, item.b, item.first, key, hidden, columns)
 
@@ -486,6 +546,11 @@ class Block:
         @pl.when(j >= item.my_start)
         def _():
             self.k_ring.wait_full(self.k_ring.slot(item.fill(j)))
+
+
+def divmod_int32(a, b):
+    """Return a // b and a % b of non-negative numbers."""
+    return lax.div(a, jnp.int32(b)), lax.rem(a, jnp.int32(b))
 
 
 def _slice(j, size):

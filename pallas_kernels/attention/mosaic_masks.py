@@ -23,12 +23,12 @@ class Mask:
     """Mask of the keys that queries see.
 
     Attributes:
+        options: `Options`.
         bounds: the padded bounds of documents in global memory (`documents.padded`), or None. The
             bounds include the window.
     """
 
-    causal: bool
-    window: int | None
+    options: Any
     length: int
     bounds: Any
 
@@ -42,12 +42,12 @@ class Mask:
         if self.bounds is None:
             query_MN = _iota(s_MN.shape, 0) + query
             key_MN = _iota(s_MN.shape, 1) + key
-            seen_MN = key_MN <= query_MN if self.causal else key_MN < self.length
-            if self.window is not None:
-                seen_MN &= key_MN > query_MN - self.window
+            seen_MN = key_MN <= query_MN if self.options.causal else key_MN < self.length
+            if self.options.window is not None:
+                seen_MN &= key_MN > query_MN - self.options.window
             return jnp.where(seen_MN, s_MN, hidden)
         first_M, last_M = (self._of_rows(which, b, query, s_MN.shape[0]) for which in (0, 1))
-        if self.causal:
+        if self.options.causal:
             rows_M = plgpu.broadcasted_iota(jnp.int32, s_MN.shape[:1], 0, layout=ROWS)
             last_M = rows_M + query
         columns_MN = _columns(columns.at[pl.ds(0, s_MN.shape[1])], s_MN.shape)
@@ -62,18 +62,18 @@ class Mask:
             columns: the numbers 0, 1, … in shared memory, one for each query.
         """
         keys = key + _iota(x.shape, 0)
-        if not self.causal and self.bounds is None:
+        if not self.options.causal and self.bounds is None:
             return jnp.where(keys < self.length, x, -jnp.inf)
         columns = _columns(columns, x.shape)
         first = keys
-        if self.bounds is not None and not self.causal:
+        if self.bounds is not None and not self.options.causal:
             first = lax.broadcast_in_dim(self._of_rows(0, b, key, HALF), x.shape, [0])
         seen = columns >= first - query
         if self.bounds is not None:
             last = self._of_rows(1, b, key, HALF) - query
             seen &= columns <= lax.broadcast_in_dim(last, x.shape, [0])
-        elif self.window is not None:
-            seen &= columns < keys - query + self.window
+        elif self.options.window is not None:
+            seen &= columns < keys - query + self.options.window
         return jnp.where(seen, x, -jnp.inf)
 
     def on_an_edge(self, key, query, queries, seen_by):
@@ -84,12 +84,12 @@ class Mask:
         """
         if self.bounds is not None:
             edge = query + (queries - 1) > seen_by[1]
-            return edge | (query < (key + HALF - 1 if self.causal else seen_by[0]))
-        if not self.causal:
+            return edge | (query < (key + HALF - 1 if self.options.causal else seen_by[0]))
+        if not self.options.causal:
             return key + HALF > self.length
         edge = query < key + HALF - 1
-        if self.window is not None:
-            edge |= query + queries - 1 >= key + self.window
+        if self.options.window is not None:
+            edge |= query + queries - 1 >= key + self.options.window
         return edge
 
     def seen_by(self, b, key):

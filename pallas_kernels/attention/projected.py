@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels.attention import Implementation, flash_attention_qkv
+from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.gemm.clipping import count, counted
 from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, rows_of, split_like
@@ -102,14 +102,14 @@ def projected_attention(
         head_dim=head_dim,
         precision=numerics.plain.precision,
     )
-    precision = numerics.plain.precision
     if backend == "mosaic":
         f = counted("projected_attention", _projected, numerics.quantized)
         return _calls.differentiable("projected_attention", f, given, w_CO, b_O, heads, numerics)
     named = "reference" if backend == "reference" else "auto"
     qkv_BTO = checked_linear("projected_attention", given, w_CO, b_O, named, numerics)
     qkv_BT3HD = qkv_BTO.reshape(*x_BTC.shape[:2], 3, heads, head_dim)
-    return flash_attention_qkv(qkv_BT3HD, implementation=implementation, precision=precision)
+    how = {"implementation": implementation, "numerics": numerics.plain}
+    return flash_attention_qkv(qkv_BT3HD, **how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -181,11 +181,7 @@ def _attention_backward(*arrays):
             dout_BTHD,
             out_BTHD,
             None,
-            causal=True,
-            scale=qkv_BT3HD.shape[-1] ** -0.5,
-            window=None,
-            deterministic=False,
-            true_fp32=False,
+            options=Options(scale=qkv_BT3HD.shape[-1] ** -0.5),
             bias=True,
             fp8_scale=fp8_scale,
         )

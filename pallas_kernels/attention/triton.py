@@ -54,23 +54,20 @@ ROWS_TOGETHER = 32768
 in the L2 cache. The longest blocks of these heads start first."""
 
 
-def forward(operands, bounds, *, causal, scale, window, deterministic, true_fp32, tiles=None):
+def forward(operands, bounds, *, options, tiles=None):
     """Compute the output and the log-sum-exp.
 
     Args:
         operands: (q_BTHD, k_BTKD, v_BTKD), or (qkv_BT3HD,).
         bounds: `Documents`, or None.
-        window: number of keys that a causal query sees, or None. With documents `window` is None:
-            the bounds include the window.
-        deterministic: ignored: both passes are deterministic.
-        true_fp32: use true fp32 matmuls for fp32 operands, not TF32.
+        options: the call's `Options`. Both passes are always deterministic.
         tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
 
     Returns:
         (out_BTHD in the operands' dtype, lse_BHT in fp32)
     """
-    tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
-    shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
+    tiles = tiles or tuning(*_tuned_by(operands, options))
+    shape = _shape(operands, bounds, options, tiles)
     tile = tiles["forward"]
     b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
     q, k, v, ends = _inputs(operands, bounds)
@@ -100,24 +97,20 @@ def backward(
     out_BTHD,
     dlse_BHT,
     *,
-    causal,
-    scale,
-    window,
-    deterministic,
-    true_fp32,
+    options,
     tiles=None,
 ):
     """Compute the gradients of the operands, as a tuple of the same structure.
 
     Args:
-        operands, bounds, causal, scale, window, deterministic, true_fp32: as in `forward`.
+        operands, bounds, options: as in `forward`.
         out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
         tiles: as in `forward`; only "dkv" and "dq" are needed.
     """
-    tiles = tiles or tuning(*_tuned_by(operands, true_fp32))
-    shape = _shape(operands, bounds, causal, scale, window, true_fp32, tiles)
+    tiles = tiles or tuning(*_tuned_by(operands, options))
+    shape = _shape(operands, bounds, options, tiles)
     b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
     tile = tiles["dkv"]
@@ -182,7 +175,7 @@ def _inputs(operands, bounds):
     return q, k, v, (q, q) if bounds is None else bounds
 
 
-def _shape(operands, bounds, causal, scale, window, true_fp32, tiles) -> dict[str, Any]:
+def _shape(operands, bounds, options, tiles) -> dict[str, Any]:
     """Return the constants of every kernel.
 
     Sizes are compile-time constants: jax-triton does not tell the compiler that a run-time size is
@@ -203,14 +196,14 @@ def _shape(operands, bounds, causal, scale, window, true_fp32, tiles) -> dict[st
         "D": d,
         "P": padded(d),
         **at,
-        "CAUSAL": causal,
-        "WINDOW": t if window is None else min(window, t),
+        "CAUSAL": options.causal,
+        "WINDOW": t if options.window is None else options.window,
         "SEGMENTS": bounds is not None,
-        "SCALE": scale,
+        "SCALE": options.scale,
         "PRECISION": "ieee"
         if operands[0].dtype != jnp.float32
         else tiles["precision"]
-        if true_fp32
+        if options.true_fp32
         else "tf32",
     }
 
@@ -298,8 +291,8 @@ def _version(name: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _tuned_by(operands, true_fp32) -> tuple[tuple[int, int], str, int]:
+def _tuned_by(operands, options) -> tuple[tuple[int, int], str, int]:
     q = operands[0]
-    matmul = "16" if q.dtype.itemsize == 2 else "fp32" if true_fp32 else "tf32"
+    matmul = "16" if q.dtype.itemsize == 2 else "fp32" if options.true_fp32 else "tf32"
     # Without a GPU, the caller is a test.
     return _dispatch.capability() or (9, 0), matmul, q.shape[-1]
