@@ -1,7 +1,6 @@
 """The Triton back end of pallas_kernels.flash_attention by the 2× rule, in fp32, fp16 and TF32, and
 its tiles and compiled kernels."""
 
-import copy
 import functools
 
 import jax
@@ -36,7 +35,7 @@ def set_tiles(monkeypatch, m, n):
     from pallas_kernels.attention import triton
 
     tile = {"M": m, "N": n, "num_warps": 4, "num_stages": 2}
-    entry = {"precision": "ieee", **dict.fromkeys(triton.PASSES, tile)}
+    entry = {"precision": "ieee", **dict.fromkeys(("forward", "dkv", "dq"), tile)}
     monkeypatch.setattr(triton, "tuning", lambda *_: entry)
     monkeypatch.setattr(triton, "ROWS_TOGETHER", 100)
 
@@ -53,26 +52,20 @@ MASKS = [
     {"window": 1},
     {"window": 10},  # within a block
     {"window": 17},  # over the edge of one
-    {"window": 40},  # whole blocks inside
+    {"window": 60},  # whole blocks inside
     {"scale": -0.7},
     {"scale": 0.0},
 ]
 CASES = [
-    *(
-        (shape, dtype, SMALL, {})
-        for dtype in (FP32, FP16)
-        for shape in (
-            (2, 64, 2, 2, 16),  # whole blocks
-            (2, 7, 3, 3, 5),  # less than a block
-            (1, 33, 2, 2, 20),  # one row into a new block, a head dimension of no power of two
-        )
-    ),
+    ((2, 64, 2, 2, 16), FP32, SMALL, {}),  # whole blocks
+    ((2, 7, 3, 3, 5), FP32, SMALL, {}),  # less than a block
     ((1, 1, 1, 1, 1), FP32, SMALL, {}),  # one key: the output is v
-    ((1, 150, 2, 1, 16), FP32, SMALL, {}),  # many blocks, and a part of one
+    # One row into a new block, a head dimension of no power of two.
+    *(((1, 33, 2, 2, 20), dtype, SMALL, {}) for dtype in (FP32, FP16)),
     # The tiles of the file.
     ((1, 70, 1, 1, 8), FP32, None, {}),
     ((1, 300, 1, 1, 64), FP16, None, {}),
-    # Every head dimension, grouped heads, packed ones.
+    # Every head dimension, grouped heads.
     *(((1, 50, 1, 1, d), FP16, (32, 32), {}) for d in (5, 64, 80, 128)),
     ((2, 40, 4, 2, 8), FP32, SMALL, {"window": 30}),
     ((1, 32, 3, 1, 16), FP16, SMALL, {}),
@@ -101,9 +94,9 @@ def test_masks_over_every_kind_of_block(how, triton_on_cpu, monkeypatch):
     check_triton((1, 128 if "scale" not in how else 107, 1, 1, 16), **how)
 
 
-@pytest.mark.parametrize("shape", [(2, 48, 3, 3, 16), (1, 35, 2, 2, 5)], ids=str)
-def test_packed_is_unpacked(shape, triton_on_cpu, monkeypatch):
+def test_packed_is_unpacked(triton_on_cpu, monkeypatch):
     set_tiles(monkeypatch, 16, 16)
+    shape = (2, 35, 3, 3, 5)
     how = segments(shape, 3)
     found = [check("triton", shape, FP16, packed=packed, **how) for packed in (True, False)]
     for one, other in zip(*found, strict=True):
@@ -305,28 +298,6 @@ def test_tiles_of_every_gpu():
             entries = triton._tiles()["10.0" if own else listed][products]
             assert triton.tuning(capability, products, 5) is entries["64"]
             assert triton.tuning(capability, products, 65) is entries["128"]
-
-
-def test_errors_of_tiles():
-    from pallas_kernels.attention import triton
-
-    for where, message in [
-        (((7, 5), "16", 64), r"compute capability 7.5 with 99 KB of shared .*; it lists \['9.0'"),
-        (((9, 0), "16", 129), "nothing under '9.0', '16' for a head dimension of 129; it has "),
-        (((9, 0), "8", 64), "nothing under '9.0', '8' for a head dimension of 64"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            triton.tuning(*where)
-    assert triton._checked(triton._tiles()) is triton._tiles()
-    for change, message in [
-        ({"dq": {"M": 48}}, "M and N of 'dq' are powers of two from 16 on, not {'M': 48"),
-        ({"precision": "tf32"}, "'precision' is 'ieee' or 'tf32x3', not 'tf32'"),
-    ]:
-        tiles = copy.deepcopy(triton._tiles())
-        entry = tiles["9.0"]["fp32"]["64"]
-        entry |= {k: entry[k] | v if isinstance(v, dict) else v for k, v in change.items()}
-        with pytest.raises(ValueError, match=f"'9.0', 'fp32', '64': {message}"):
-            triton._checked(tiles)
 
 
 SHARED_KB = {80: 163, 89: 99, 90: 227}

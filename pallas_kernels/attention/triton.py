@@ -47,8 +47,6 @@ from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dou
 
 # KB of shared memory per thread block (CTA); 99 on every other GPU.
 SHARED_KB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
-PASSES = ("forward", "dkv", "dq")
-TILE = ("M", "N", "num_warps", "num_stages")
 ROWS_TOGETHER = 32768
 """Heads with at most as many rows in total run concurrently, so that the inputs of these heads stay
 in the L2 cache. The longest blocks of these heads start first."""
@@ -214,76 +212,29 @@ def _shape(operands, bounds, options, tiles) -> dict[str, Any]:
 def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
-    If the GPU's capability is not listed with this precision, use an earlier listed capability with
-    at most the GPU's shared memory. Of several such capabilities, use the one with the most.
+    A GPU whose capability is not listed with this precision has the entry of an earlier capability
+    with at most the GPU's shared memory; of several, of the one with the most.
 
     Args:
         matmul: "16" (bf16, fp16), "tf32" or "fp32".
-
-    Raises:
-        ValueError: there is no such entry.
     """
     listed, shared_kb = _tiles(), SHARED_KB.get(capability, 99)
-    fitting = [
-        n for n in listed if _version(n) <= capability and listed[n]["shared_kb"] <= shared_kb
-    ]
-    # The file may list a capability for some matmul precisions only.
-    fitting = [n for n in fitting if matmul in listed[n]] or fitting
-    if not fitting:
-        raise ValueError(
-            f"triton_tiles.json has nothing for compute capability {capability[0]}.{capability[1]} "
-            f"with {shared_kb} KB of "
-            f"shared memory; it lists {list(listed)}"
-        )
-    name = max(fitting, key=lambda n: (listed[n]["shared_kb"], _version(n)))
-    entries = listed[name].get(matmul, {})
-    enough = [p for p in entries if int(p) >= padded(head_dim)]
-    if not enough:
-        raise ValueError(
-            f"triton_tiles.json has nothing under {name!r}, {matmul!r} for a head dimension of "
-            f"{head_dim}; it has {list(entries)}"
-        )
-    return entries[min(enough, key=int)]
+    name = max(
+        (
+            n
+            for n, matmuls in listed.items()
+            if matmul in matmuls and matmuls["shared_kb"] <= shared_kb and _version(n) <= capability
+        ),
+        key=lambda n: (listed[n]["shared_kb"], _version(n)),
+    )
+    entries = listed[name][matmul]
+    return entries[min((p for p in entries if int(p) >= padded(head_dim)), key=int)]
 
 
 @functools.cache
 def _tiles() -> dict[str, Any]:
     file = importlib.resources.files("pallas_kernels.attention").joinpath("triton_tiles.json")
-    return _checked(json.loads(file.read_text()))
-
-
-def _checked(tiles: dict[str, Any]) -> dict[str, Any]:
-    """Return `tiles` after validation.
-
-    Raises:
-        ValueError: an entry is missing or invalid; the message names it.
-    """
-    for name, matmuls in tiles.items():
-        if "shared_kb" not in matmuls:
-            raise ValueError(f"triton_tiles.json: {name!r} needs a number of 'shared_kb'")
-        for matmul, head_dim in (
-            (k, p) for k, entries in matmuls.items() if k != "shared_kb" for p in entries
-        ):
-            entry = matmuls[matmul][head_dim]
-            where = f"triton_tiles.json: {name!r}, {matmul!r}, {head_dim!r}"
-            if matmul == "fp32" and entry.get("precision") not in ("ieee", "tf32x3"):
-                raise ValueError(
-                    f"{where}: 'precision' is 'ieee' or 'tf32x3', not {entry.get('precision')!r}"
-                )
-            for kernel in PASSES:
-                tile = entry.get(kernel, {})
-                if sorted(tile) != sorted(TILE) or not all(
-                    isinstance(n, int) and n > 0 for n in tile.values()
-                ):
-                    raise ValueError(
-                        f"{where}: {kernel!r} needs a positive number for each of {TILE}, and has "
-                        f"{tile}"
-                    )
-                if any(n < 16 or n & (n - 1) for n in (tile["M"], tile["N"])):
-                    raise ValueError(
-                        f"{where}: M and N of {kernel!r} are powers of two from 16 on, not {tile}"
-                    )
-    return tiles
+    return json.loads(file.read_text())
 
 
 def _version(name: str) -> tuple[int, int]:
