@@ -79,13 +79,6 @@ def test_every_operation_has_an_example():
 # -------------------------------------------------------------------------------------- small calls
 
 
-def small_norm(f):
-    def call(x, residual, scale, bias, residual_bias, **how):
-        return f(x, scale, bias, residual=residual, residual_bias=residual_bias, **how)
-
-    return call
-
-
 def weighted(f):
     """Matrices of a size that keeps the results near 1."""
     near_1 = lambda w: w * w.shape[0] ** -0.5 if w.ndim == 2 else w
@@ -138,39 +131,28 @@ def polynomial(f):
     return lambda a, bcd, **how: f(a + a.mT, b=bcd[0], c=bcd[1], d=bcd[2], **how)
 
 
+def sizes(*trailing):
+    return lambda r, c: [(r, 8, c), *(tuple(n * c for n in multiples) for multiples in trailing)]
+
+
 # The function, its definition, and its arrays by the number of rows r and the width c. Arrays whose
 # first axis is r are split over devices, the others are whole. Targets are integers.
+ROWS, DENSE = sizes(), sizes((1, 3), (3,))
+relu_squared = functools.partial(feed_forward.reference, activation="relu_squared")
 SMALL = {
-    "softmax": (pk.softmax, row_softmax.reference, lambda r, c: [(r, 8, c)]),
+    "softmax": (pk.softmax, row_softmax.reference, ROWS),
     "layer_norm": (
-        small_norm(pk.layer_norm), small_norm(norm.reference),
-        lambda r, c: [(r, 8, c), (r, 8, c), (c,), (c,), (c,)],
+        *EXAMPLES["layer_norm"][0](8, jnp.float32)[:2], lambda r, c: [(r, 8, c)] * 2 + [(c,)] * 3
     ),
-    "rms_norm": (pk.rms_norm, norm.rms_reference, lambda r, c: [(r, 8, c), (c,)]),
-    "linear": (
-        weighted(pk.linear), weighted(linear_definition),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (3 * c,)],
-    ),
-    "linear_gelu": (
-        weighted(pk.linear_gelu), weighted(feed_forward.reference),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (3 * c,)],
-    ),
-    "linear_relu_squared": (
-        weighted(pk.linear_relu_squared),
-        weighted(functools.partial(feed_forward.reference, activation="relu_squared")),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (3 * c,)],
-    ),
-    "mlp": (
-        weighted(pk.mlp), weighted(mlp_reference),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (3 * c,), (3 * c, c)],
-    ),
-    "swiglu": (
-        weighted(pk.swiglu), weighted(gated_mlp.reference),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (c, 3 * c), (3 * c, c)],
-    ),
+    "rms_norm": (pk.rms_norm, norm.rms_reference, sizes((1,))),
+    "linear": (weighted(pk.linear), weighted(linear_definition), DENSE),
+    "linear_gelu": (weighted(pk.linear_gelu), weighted(feed_forward.reference), DENSE),
+    "linear_relu_squared": (weighted(pk.linear_relu_squared), weighted(relu_squared), DENSE),
+    "mlp": (weighted(pk.mlp), weighted(mlp_reference), sizes((1, 3), (3,), (3, 1))),
+    "swiglu": (weighted(pk.swiglu), weighted(gated_mlp.reference), sizes((1, 3), (1, 3), (3, 1))),
     "rotary_qkv": (
         small_rotary(functools.partial(pk.rotary_qkv, heads=2, key_heads=1, eps=0.1)),
-        small_rotary(rotary_definition), lambda r, c: [(r, 8, c)],
+        small_rotary(rotary_definition), ROWS,
     ),
     "flash_attention": (
         pk.flash_attention, attention.reference,
@@ -178,8 +160,7 @@ SMALL = {
     ),
     "projected_attention": (
         weighted(functools.partial(pk.projected_attention, heads=2)),
-        weighted(projected_definition),
-        lambda r, c: [(r, 8, c), (c, 3 * c), (3 * c,)],
+        weighted(projected_definition), DENSE,
     ),
     "fused_classifier": (
         losses_of(pk.fused_classifier), losses_of(classifier.reference),
@@ -195,7 +176,7 @@ SMALL = {
         polynomial(pk.ba_plus_caa), polynomial(symmetric.ba_plus_caa_reference),
         lambda r, c: [(r, c, c), (3,)],
     ),
-    "transpose_copy": (pk.transpose_copy, transpose.reference, lambda r, c: [(r, 8, c)]),
+    "transpose_copy": (pk.transpose_copy, transpose.reference, ROWS),
     "transpose_add": (
         pk.transpose_add, lambda dst, src: transpose.reference(src, dst),
         lambda r, c: [(r, c, 8), (r, 8, c)],
@@ -213,8 +194,8 @@ BACK_ENDS = [(name, back_end) for name, names in ON_CPU.items() for back_end in 
 
 
 def small(name, rows, dtype, width=16) -> Example:
-    call, reference, sizes = SMALL[name]
-    shapes = [jax.ShapeDtypeStruct(size, dtype) for size in sizes(rows, width)]
+    call, reference, sizes_of = SMALL[name]
+    shapes = [jax.ShapeDtypeStruct(size, dtype) for size in sizes_of(rows, width)]
     if name in INTEGERS:
         shapes[-1] = jax.ShapeDtypeStruct(shapes[-1].shape, jnp.int32)
     if name == "ba_plus_caa":  # a coefficient of another dtype
