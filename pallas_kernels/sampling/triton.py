@@ -55,29 +55,25 @@ def sample_token(logits_BV, uniform_B, temperature, top_k, top_p):
         FEW=FEW,
         # A row starts up to 7 elements before its tiles.
         TILES=triton.next_power_of_2(triton.cdiv(v + 7, block)),
-        BITS=8 * logits_BV.dtype.itemsize,
     )
     return token_B
 
 
 @triton.jit
-def key_of(x, BITS: tl.constexpr):
+def key_of(x):
     """Return the integer key of a float: a ≤ b if and only if key(a) ≤ key(b)."""
-    if BITS == 16:
-        bits = x.to(tl.int16, bitcast=True).to(tl.int64)
-    else:
-        bits = x.to(tl.int32, bitcast=True).to(tl.int64)
+    BITS: tl.constexpr = x.dtype.primitive_bitwidth
+    bits = x.to(tl.int16 if BITS == 16 else tl.int32, bitcast=True).to(tl.int64)
     return tl.where(bits >= 0, bits + (1 << (BITS - 1)), -1 - bits)
 
 
 @triton.jit
-def float_of(key, DTYPE: tl.constexpr, BITS: tl.constexpr):
+def float_of(key, DTYPE: tl.constexpr):
     """Return the float of a key, in fp32."""
+    BITS: tl.constexpr = DTYPE.primitive_bitwidth
     bits = tl.where(key >= (1 << (BITS - 1)), key - (1 << (BITS - 1)), -1 - key)
-    if BITS == 16:
-        return bits.to(tl.int16).to(DTYPE, bitcast=True).to(tl.float32)
-    else:
-        return bits.to(tl.int32).to(DTYPE, bitcast=True).to(tl.float32)
+    bits = bits.to(tl.int16 if BITS == 16 else tl.int32)
+    return bits.to(DTYPE, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -116,9 +112,7 @@ def _add_pairs(a, b, c, d):
 
 
 @triton.jit
-def lower_bound(
-    highest_V, highest_key, k, few, DTYPE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr
-):
+def lower_bound(highest_V, highest_key, k, few, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Return a lower bound of the k-th logit, and the number of lane maxima that reach the bound.
 
     At least k lane maxima reach the bound. The bisection ends when at most `few` do, or when the
@@ -127,18 +121,18 @@ def lower_bound(
     bound = tl.full((), float("-inf"), tl.float32)
     lanes = tl.full((), BLOCK, tl.int32)
     if k <= BLOCK:
-        low, high = key_of(tl.min(highest_V, 0).to(DTYPE), BITS), highest_key + 1
+        low, high = key_of(tl.min(highest_V, 0).to(DTYPE)), highest_key + 1
         while (high - low > 1) & (lanes > few):
             # Test thirds of the keys, and fractions of the values: fewer steps for usual logits.
             third = tl.maximum((high - low) // 3, 1)
-            low_x, high_x = float_of(low, DTYPE, BITS), float_of(high - 1, DTYPE, BITS)
-            c = key_of((0.5 * low_x + 0.5 * high_x).to(DTYPE), BITS)
-            d = key_of((0.25 * low_x + 0.75 * high_x).to(DTYPE), BITS)
+            low_x, high_x = float_of(low, DTYPE), float_of(high - 1, DTYPE)
+            c = key_of((0.5 * low_x + 0.5 * high_x).to(DTYPE))
+            d = key_of((0.25 * low_x + 0.75 * high_x).to(DTYPE))
             c = tl.minimum(tl.maximum(c, low + 1), high - 1)
             d = tl.minimum(tl.maximum(d, low + 1), high - 1)
             middles, over = (low + third, high - third, c, d), ()
             for i in tl.static_range(4):
-                over = over + ((highest_V >= float_of(middles[i], DTYPE, BITS)).to(tl.int32),)
+                over = over + ((highest_V >= float_of(middles[i], DTYPE)).to(tl.int32),)
             # Each sum packs two counts of 16 bits.
             counts = tl.reduce(
                 (over[0] + (over[1] << 16), over[2] + (over[3] << 16)), 0, _add_pairs
@@ -149,8 +143,17 @@ def lower_bound(
                 lanes = tl.where(enough & (middles[i] > low), count, lanes)
                 low = tl.where(enough, tl.maximum(low, middles[i]), low)
                 high = tl.where(enough, high, tl.minimum(high, middles[i]))
-        bound = float_of(low, DTYPE, BITS)
+        bound = float_of(low, DTYPE)
     return bound, lanes
+
+
+@triton.jit
+def append(list_ptr, id_N, keep_N, MOST: tl.constexpr):
+    """Append the kept ids to a list, at most MOST unless None. Return the number of kept ids."""
+    rank_N = tl.cumsum(keep_N.to(tl.int32), 0)
+    inside_N = keep_N if MOST is None else keep_N & (rank_N <= MOST)
+    tl.store(list_ptr + rank_N - 1, id_N, mask=inside_N)
+    return tl.max(rank_N, 0)
 
 
 @triton.jit
@@ -163,10 +166,7 @@ def list_candidates(
     At most LANES lanes have a maximum of at least `bound`: only these lanes are read again. The
     list is truncated after LANES logits.
     """
-    keep_V = (highest_V >= bound).to(tl.int32)
-    rank_V = tl.cumsum(keep_V, 0)
-    tl.store(list_ptr + rank_V - 1, tl.arange(0, BLOCK), mask=(keep_V > 0) & (rank_V <= LANES))
-    lanes = tl.sum(keep_V, 0)
+    lanes = append(list_ptr, tl.arange(0, BLOCK), highest_V >= bound, LANES)
     tl.debug_barrier()
     index = tl.arange(0, LANES * TILES)
     inside = index // TILES < lanes
@@ -174,11 +174,9 @@ def list_candidates(
     id_N = index % TILES * BLOCK + lane - shift
     inside = inside & (id_N >= 0) & (id_N < V)
     x_N = tl.load(row_ptr + id_N, mask=inside, other=float("-inf")).to(tl.float32)
-    keep_N = (inside & (x_N >= bound)).to(tl.int32)
-    rank_N = tl.cumsum(keep_N, 0)
-    tl.store(list_ptr + LANES + rank_N - 1, id_N, mask=(keep_N > 0) & (rank_N <= LANES))
+    n = append(list_ptr + LANES, id_N, inside & (x_N >= bound), LANES)
     tl.debug_barrier()
-    return tl.sum(keep_N, 0)
+    return n
 
 
 @triton.jit
@@ -206,19 +204,6 @@ def draw_from_list(
 
 
 @triton.jit
-def keep_tile(
-    aligned_ptr, shift, kept_ptr, kept, bound, start, FULL: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Append the ids of a tile's logits of at least `bound`; return the new number of ids."""
-    x_V, id_V, inside_V = load_tile(aligned_ptr, shift, start, FULL, V, BLOCK)
-    keep_V = (inside_V & (x_V >= bound)).to(tl.int32)
-    rank_V = tl.cumsum(keep_V, 0)
-    tl.store(kept_ptr + kept + rank_V - 1, id_V, mask=keep_V > 0)
-    return kept + tl.max(rank_V, 0)
-
-
-@triton.jit
 def keep_from(
     aligned_ptr, shift, kept_ptr, bound, V: tl.constexpr, BLOCK: tl.constexpr, STOP: tl.constexpr
 ):
@@ -227,10 +212,12 @@ def keep_from(
     kept = 0
     # Not unrolled: an unrolled loop keeps the row in registers from the first pass on, and spills.
     for start in range(0, FULL, BLOCK):
-        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, True, V, BLOCK)
+        x_V, id_V, inside_V = load_tile(aligned_ptr, shift, start, True, V, BLOCK)
+        kept += append(kept_ptr + kept, id_V, inside_V & (x_V >= bound), None)
     # Two tiles where the row starts late in the first one.
     for start in tl.static_range(FULL, STOP, BLOCK):
-        kept = keep_tile(aligned_ptr, shift, kept_ptr, kept, bound, start, False, V, BLOCK)
+        x_V, id_V, inside_V = load_tile(aligned_ptr, shift, start, False, V, BLOCK)
+        kept += append(kept_ptr + kept, id_V, inside_V & (x_V >= bound), None)
     tl.debug_barrier()
     return kept
 
@@ -274,20 +261,17 @@ def weight_from(row, low, keep, V: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def bisect(
-    row, low, high, goal, keep, DTYPE: tl.constexpr, BITS: tl.constexpr, V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
+def bisect(row, low, high, goal, keep, DTYPE: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
     """Return the highest logit from which on the weights sum to at least `goal`, and the sum above
     that logit. Search the keys low…high − 1."""
     above = 0.0
     while high - low > 1:
         middle = (low + high) // 2
-        weight = weight_from(row, float_of(middle, DTYPE, BITS), keep, V, BLOCK)
+        weight = weight_from(row, float_of(middle, DTYPE), keep, V, BLOCK)
         enough = weight >= goal
         above = tl.where(enough, above, weight)
         low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    return float_of(low, DTYPE, BITS), above
+    return float_of(low, DTYPE), above
 
 
 @triton.jit
@@ -312,7 +296,6 @@ def locate(row, target, low, high, keep, V: tl.constexpr, BLOCK: tl.constexpr):
 def draw_by_bisection(
     row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_k_ptr, top_p_ptr, uniform, highest, scale,
     V: tl.constexpr, STOP: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
 ):  # fmt: skip
     """Return the token drawn from any number of candidates, with bisected thresholds.
 
@@ -320,21 +303,21 @@ def draw_by_bisection(
         bound: lower bound of the k-th logit.
     """
     DTYPE: tl.constexpr = row_ptr.dtype.element_ty
-    stop = key_of(highest.to(DTYPE), BITS) + 1
+    stop = key_of(highest.to(DTYPE)) + 1
     lowest, last, row = highest * 0 + float("-inf"), V, (row_ptr, None, V)
     threshold = lowest
     if top_k_ptr is not None:
         row = (
             row_ptr, kept_ptr, keep_from(aligned_ptr, shift, kept_ptr, bound, V, BLOCK, STOP)
         )  # fmt: skip
-        start = key_of(bound.to(DTYPE), BITS)
-        threshold, above = bisect(row, start, stop, k, None, DTYPE, BITS, V, KEPT_BLOCK)
+        start = key_of(bound.to(DTYPE))
+        threshold, above = bisect(row, start, stop, k, None, DTYPE, V, KEPT_BLOCK)
         last = locate(row, k - above - 1, threshold, threshold, None, V, KEPT_BLOCK)
     if top_p_ptr is not None:
         floor, floor_last, keep = threshold, last, (threshold, last, highest, scale)
         goal = tl.load(top_p_ptr) * weight_from(row, threshold, keep, V, KEPT_BLOCK)
-        start = key_of(threshold.to(DTYPE), BITS)
-        threshold, above = bisect(row, start, stop, goal, keep, DTYPE, BITS, V, KEPT_BLOCK)
+        start = key_of(threshold.to(DTYPE))
+        threshold, above = bisect(row, start, stop, goal, keep, DTYPE, V, KEPT_BLOCK)
         each = tl.exp2((threshold - highest) * scale)
         ties = tl.maximum(tl.ceil((goal - above) / each), 1.0)
         last = locate(row, ties - 1, threshold, threshold, None, V, KEPT_BLOCK)
@@ -349,11 +332,11 @@ def draw_by_bisection(
 def sample_kernel(
     logits_ptr, uniform_ptr, temperature_ptr, top_k_ptr, top_p_ptr, token_ptr, kept_ptr,
     V: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr, KEPT_BLOCK: tl.constexpr,
-    KEPT: tl.constexpr, FEW: tl.constexpr, TILES: tl.constexpr, BITS: tl.constexpr,
+    KEPT: tl.constexpr, FEW: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = logits_ptr.dtype.element_ty
     # Number of logits in 16 bytes. A row starts at any offset, except the only row of an array.
-    CHUNK: tl.constexpr = 128 // BITS
+    CHUNK: tl.constexpr = 128 // DTYPE.primitive_bitwidth
     STOP: tl.constexpr = V if V % CHUNK == 0 or B == 1 else V + CHUNK - 1
     row = tl.program_id(0)
     if B == 1:
@@ -370,14 +353,14 @@ def sample_kernel(
         highest_V = tl.maximum(highest_V, x_V)
     highest = tl.max(highest_V, 0)
     if temperature_ptr is not None:
-        highest_key = key_of(highest.to(DTYPE), BITS)
+        highest_key = key_of(highest.to(DTYPE))
         scale = LOG2E / tl.load(temperature_ptr)
         uniform = tl.load(uniform_ptr + row)
         kept_ptr += row.to(tl.int64) * KEPT
         k, bound, n = V, highest * 0 + float("-inf"), 0
         if top_k_ptr is not None:
             k = tl.minimum(tl.load(top_k_ptr), V)
-            bound, lanes = lower_bound(highest_V, highest_key, k, FEW // 8 * 7, DTYPE, BITS, BLOCK)
+            bound, lanes = lower_bound(highest_V, highest_key, k, FEW // 8 * 7, DTYPE, BLOCK)
             if lanes <= FEW:
                 n = list_candidates(
                     row_ptr, kept_ptr, highest_V, bound, shift, FEW, TILES, V, BLOCK
@@ -389,7 +372,7 @@ def sample_kernel(
         else:
             token = draw_by_bisection(
                 row_ptr, aligned_ptr, shift, kept_ptr, bound, k, top_k_ptr, top_p_ptr, uniform,
-                highest, scale, V, STOP, BLOCK, KEPT_BLOCK, BITS,
+                highest, scale, V, STOP, BLOCK, KEPT_BLOCK,
             )  # fmt: skip
     else:
         token = tl.min(tl.where(highest_V == highest, best_V, V), 0)
