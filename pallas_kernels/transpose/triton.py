@@ -78,14 +78,10 @@ def transpose_sum_rows(src_BRC):
 
 def transpose_add(dst_BCR, src_BRC, *, in_place):
     """Return dst + srcᵀ; `in_place` overwrites dst if dst is not used afterwards."""
-    if in_place:
-        args, how = (src_BRC, dst_BCR, None), {"out": [], "in_place": (1,)}
-    else:
-        args, how = (
-            (src_BRC, dst_BCR),
-            {"out": [jax.ShapeDtypeStruct(dst_BCR.shape, dst_BCR.dtype)]},
-        )
-    return _triton.call(transpose, *args, **how, **_launch(src_BRC))[0]
+    args = (src_BRC, dst_BCR, None) if in_place else (src_BRC, dst_BCR)
+    out = [] if in_place else [jax.ShapeDtypeStruct(dst_BCR.shape, dst_BCR.dtype)]
+    how = {"out": out, "in_place": (1,) if in_place else ()} | _launch(src_BRC)
+    return _triton.call(transpose, *args, **how)[0]
 
 
 def _launch(src_BRC):
