@@ -89,7 +89,7 @@ def gradient(
             f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}"
         )
     backend = _dispatch.select("softmax", implementation, arrays=(y, dy))
-    return _softmax_backward(Options(backend, float(scale), causal), y, dy)[0]
+    return _backward(Options(backend, float(scale), causal), y, dy)[0]
 
 
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
@@ -109,52 +109,38 @@ class Options:
     causal: bool
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _softmax(options, x):
-    return _in_triton(options, "forward", x) if options.backend == "triton" else _in_xla(options, x)
-
-
-def _softmax_forward(options, x):
-    y = _softmax(options, x)
-    return y, y
-
-
-def _softmax_backward(options, y, dy):
+def _forward(options, x):
     if options.backend == "triton":
-        return (_in_triton(options, "backward", y, dy),)
-    return (_gradient_in_xla(options, y, dy),)
+        return _in_triton("forward", options, x)
+    return reference(x, scale=options.scale, causal=options.causal).astype(x.dtype)
 
 
-_softmax.defvjp(_softmax_forward, _softmax_backward)
+def _backward(options, y, dy):
+    if options.backend == "triton":
+        return (_in_triton("backward", options, y, dy),)
+    y32, dy32 = y.astype(jnp.float32), dy.astype(jnp.float32)
+    if options.causal:
+        dy32 = jnp.where(_visible(dy), dy32, 0.0)
+    return ((options.scale * y32 * (dy32 - (dy32 * y32).sum(-1, keepdims=True))).astype(y.dtype),)
 
 
-def _in_triton(options, name, *arrays):
+_softmax = jax.custom_vjp(_forward, nondiff_argnums=(0,))
+_softmax.defvjp(lambda options, x: 2 * (_forward(options, x),), _backward)
+
+
+def _in_triton(name, options, *arrays):
     """Run `forward` or `backward` on a matrix of rows; with `causal`, on a batch of squares."""
     from pallas_kernels.row_softmax import triton
 
     kernel = functools.partial(getattr(triton, name), scale=options.scale, causal=options.causal)
     shape = arrays[0].shape
-    axes = shape[-2:] if options.causal else shape[-1:]
-    flat = [x.reshape(math.prod(shape[: -len(axes)]), *axes) for x in arrays]
+    flat = [x.reshape(-1, *shape[len(shape) - 1 - options.causal :]) for x in arrays]
     return _calls.batched("softmax", kernel)(*flat).reshape(shape)
-
-
-def _in_xla(options, x):
-    return reference(x, scale=options.scale, causal=options.causal).astype(x.dtype)
-
-
-def _gradient_in_xla(options, y, dy):
-    y32, dy32 = y.astype(jnp.float32), dy.astype(jnp.float32)
-    if options.causal:
-        dy32 = jnp.where(_visible(dy), dy32, 0.0)
-    return (options.scale * y32 * (dy32 - (dy32 * y32).sum(-1, keepdims=True))).astype(y.dtype)
 
 
 def _visible(x):
     """Return the mask of a causal softmax, of x's shape."""
-    length = x.shape[-1]
-    t_T1, s_1S = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
-    return jnp.broadcast_to(s_1S <= t_T1, x.shape)
+    return jnp.broadcast_to(jnp.tri(x.shape[-1], dtype=bool), x.shape)
 
 
 def _check(x, scale, causal):

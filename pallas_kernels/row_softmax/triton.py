@@ -1,13 +1,11 @@
 """Triton kernels of `softmax`.
 
-Shapes: N rows of S columns. A tile is B rows and C columns, or R·K columns of one row, with K
-columns in one thread.
-
 Masks of loads and stores have the granularity of a vector of K columns (16 bytes): a mask inside a
 vector would split the vector into single columns.
 """
 
 import math
+from typing import NamedTuple
 
 import jax
 import triton
@@ -43,258 +41,188 @@ MOST_KEPT = 12  # blocks of y, 4 registers per thread each
 MOST_KEPT_UNALIGNED_10 = 6
 
 
+class Rows(NamedTuple):
+    """Static description of a call.
+
+    Attributes:
+        S: columns.
+        SCALE: factor of x, in the forward pass times log₂ e.
+        K: columns in one thread; their loads are one vector.
+        N, B, C: number of short rows, and rows and columns of a tile.
+        R, KEPT: a block of a long row is R·K columns; KEPT blocks stay in registers.
+    """
+
+    S: int
+    SCALE: float
+    CAUSAL: bool
+    K: int
+    N: int = 0
+    B: int = 0
+    C: int = 0
+    R: int = 0
+    KEPT: int = 0
+
+
 def forward(x, *, scale, causal):
     """Return y, shaped like x."""
-    scale *= LOG2E.value
-    if x.shape[-1] <= LONGEST_SHORT_ROW:
-        return _short(short_forward_kernel, x, scale=scale, causal=causal, tile=1024, warps=1)
     kept = FORWARD_KEPT if x.shape[-1] * x.dtype.itemsize > TWO_ROWS_FIT else 0
-    return _long(
-        long_forward_kernel, x, scale=scale, causal=causal, warps=FORWARD_WARPS, most_kept=kept
-    )
+    short, long = (short_forward_kernel, 1024, 1), (long_forward_kernel, FORWARD_WARPS, kept)
+    return _launch(short, long, scale * LOG2E.value, causal, x)
 
 
 def backward(y, dy, *, scale, causal):
     """Return dx, shaped like y."""
-    if y.shape[-1] <= LONGEST_SHORT_ROW:
-        return _short(short_backward_kernel, y, dy, scale=scale, causal=causal, tile=2048, warps=4)
     kept, unaligned = MOST_KEPT, y.shape[-1] * y.dtype.itemsize % 16 != 0
     if unaligned and (_dispatch.capability() or (9, 0))[0] == 10:
         kept = MOST_KEPT_UNALIGNED_10
-    return _long(
-        long_backward_kernel,
-        y,
-        dy,
-        scale=scale,
-        causal=causal,
-        warps=BACKWARD_WARPS,
-        most_kept=kept,
-    )
+    short, long = (short_backward_kernel, 2048, 4), (long_backward_kernel, BACKWARD_WARPS, kept)
+    return _launch(short, long, scale, causal, y, dy)
 
 
-def _short(kernel, x, *more, scale, causal, tile, warps):
-    """Return the launch for short rows: `warps` per `tile` entries.
+def _launch(short, long, scale, causal, x, *more):
+    """Launch a kernel.
 
-    A program has as many rows as `tile` entries contain, or more warps for a longer row.
+    Args:
+        short: kernel for short rows, entries of a tile, and warps per tile. A program has as many
+            rows as a tile contains, or more warps for a longer row.
+        long: kernel for long rows, warps per row, and the largest number of blocks in registers.
     """
-    s = x.shape[-1]
-    n = math.prod(x.shape[:-1])
-    c = triton.next_power_of_2(s)
-    b = max(1, tile // c)
-    (out,) = _triton.call(
-        kernel,
-        x,
-        *more,
-        out=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-        grid=(triton.cdiv(n, b),),
-        num_warps=warps * (b * c // tile),
-        N=n,
-        S=s,
-        SCALE=scale,
-        CAUSAL=causal,
-        B=b,
-        C=c,
-        K=16 // x.dtype.itemsize,
-    )
-    return out
-
-
-def _long(kernel, x, *more, scale, causal, warps, most_kept):
-    s = x.shape[-1]
-    k = 16 // x.dtype.itemsize
-    (out,) = _triton.call(
-        kernel,
-        x,
-        *more,
-        out=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
-        grid=(math.prod(x.shape[:-1]),),
-        num_warps=warps,
-        S=s,
-        SCALE=scale,
-        CAUSAL=causal,
-        R=32 * warps,
-        K=k,
-        KEPT=0 if causal else min(most_kept, s // (32 * warps * k)),
-    )
-    return out
+    programs, s = math.prod(x.shape[:-1]), x.shape[-1]
+    rows = Rows(s, scale, causal, 16 // x.dtype.itemsize)
+    if s <= LONGEST_SHORT_ROW:
+        kernel, tile, warps = short
+        c = triton.next_power_of_2(s)
+        b = max(1, tile // c)
+        rows, warps = rows._replace(N=programs, B=b, C=c), warps * (b * c // tile)
+        programs = triton.cdiv(programs, b)
+    else:
+        kernel, warps, kept = long
+        kept = 0 if causal else min(kept, s // (32 * warps * rows.K))
+        rows = rows._replace(R=32 * warps, KEPT=kept)
+    out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
+    return _triton.call(kernel, x, *more, out=out, grid=(programs,), num_warps=warps, ROWS=rows)[0]
 
 
 @triton.jit
-def short_forward_kernel(
-    x_ptr,
-    y_ptr,
-    N: tl.constexpr,
-    S: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
-    offset_BC, inside_BC, visible_BC, vector_BC = tile(N, S, CAUSAL, B, C, K)
+def short_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
+    offset_BC, inside_BC, visible_BC, vector_BC = tile(ROWS)
     x_BC = tl.load(x_ptr + offset_BC, mask=vector_BC, other=float("-inf")).to(tl.float32)
-    if CAUSAL:
+    if ROWS.CAUSAL:
         x_BC = tl.where(visible_BC, x_BC, float("-inf"))
-    exp_BC = tl.exp2((x_BC - tl.max(x_BC, 1)[:, None]) * SCALE)
+    exp_BC = tl.exp2((x_BC - tl.max(x_BC, 1)[:, None]) * ROWS.SCALE)
     y_BC = exp_BC * (1 / tl.sum(exp_BC, 1))[:, None]
-    if CAUSAL:
+    if ROWS.CAUSAL:
         y_BC = tl.where(visible_BC, y_BC, 0.0)
     tl.store(y_ptr + offset_BC, y_BC, mask=inside_BC)
 
 
 @triton.jit
-def short_backward_kernel(
-    y_ptr,
-    dy_ptr,
-    dx_ptr,
-    N: tl.constexpr,
-    S: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
-    offset_BC, inside_BC, visible_BC, vector_BC = tile(N, S, CAUSAL, B, C, K)
+def short_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
+    offset_BC, inside_BC, visible_BC, vector_BC = tile(ROWS)
     y_BC = tl.load(y_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
     dy_BC = tl.load(dy_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
-    if CAUSAL:  # dy may have any value in masked columns
+    if ROWS.CAUSAL:  # dy may have any value in masked columns
         dy_BC = tl.where(visible_BC, dy_BC, 0.0)
-    dx_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * SCALE
-    if CAUSAL:
+    dx_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * ROWS.SCALE
+    if ROWS.CAUSAL:
         dx_BC = tl.where(visible_BC, dx_BC, 0.0)
     tl.store(dx_ptr + offset_BC, dx_BC, mask=inside_BC)
 
 
 @triton.jit
-def tile(
-    N: tl.constexpr,
-    S: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    B: tl.constexpr,
-    C: tl.constexpr,
-    K: tl.constexpr,
-):
+def tile(ROWS: tl.constexpr):
     """Return the offsets of this program's B rows and three masks.
 
     The masks are: entries inside the array, entries that each row sees, and vectors of which the
     row sees at least one entry.
     """
-    row_B = tl.program_id(0) * B + tl.arange(0, B)
-    column_C = tl.arange(0, C)
-    offset_BC = row_B.to(tl.int64)[:, None] * S + column_C[None, :]
-    inside_BC = (row_B < N)[:, None] & (column_C < S)[None, :]
-    if CAUSAL:
-        t_B1 = (row_B % S)[:, None]
-        return (
-            offset_BC,
-            inside_BC,
-            column_C[None, :] <= t_B1,
-            inside_BC & ((column_C // K * K)[None, :] <= t_B1),
-        )
+    row_B = tl.program_id(0) * ROWS.B + tl.arange(0, ROWS.B)
+    column_C = tl.arange(0, ROWS.C)
+    offset_BC = row_B.to(tl.int64)[:, None] * ROWS.S + column_C[None, :]
+    inside_BC = (row_B < ROWS.N)[:, None] & (column_C < ROWS.S)[None, :]
+    if ROWS.CAUSAL:
+        t_B1 = (row_B % ROWS.S)[:, None]
+        visible_BC = column_C[None, :] <= t_B1
+        vector_BC = inside_BC & ((column_C // ROWS.K * ROWS.K)[None, :] <= t_B1)
+        return offset_BC, inside_BC, visible_BC, vector_BC
     else:
         return offset_BC, inside_BC, inside_BC, inside_BC
 
 
 @triton.jit
-def long_forward_kernel(
-    x_ptr,
-    y_ptr,
-    S: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    BLOCK: tl.constexpr = R * K
+def long_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
+    BLOCK: tl.constexpr = ROWS.R * ROWS.K
+    SCALE: tl.constexpr = ROWS.SCALE
     row = tl.program_id(0)
-    x_ptr += row.to(tl.int64) * S
-    y_ptr += row.to(tl.int64) * S
-    column_RK = block_columns(R, K, S)
-    columns = row % S + 1 if CAUSAL else S
+    x_ptr += row.to(tl.int64) * ROWS.S
+    y_ptr += row.to(tl.int64) * ROWS.S
+    column_RK = block_columns(ROWS.R, ROWS.K, ROWS.S)
+    columns = row % ROWS.S + 1 if ROWS.CAUSAL else ROWS.S
     full = columns // BLOCK * BLOCK  # columns that need no mask
 
-    m_R = tl.full((R,), LOWEST, tl.float32)
-    s_R = tl.full((R,), 0.0, tl.float32)
-    for start in range(KEPT * BLOCK, full, BLOCK):
+    m_R = tl.full((ROWS.R,), LOWEST, tl.float32)
+    s_R = tl.full((ROWS.R,), 0.0, tl.float32)
+    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
         x_RK = tl.load(x_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         m_R, s_R = online(m_R, s_R, x_RK, SCALE)
     kept = ()
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(ROWS.KEPT):
         kept = kept + (tl.load(x_ptr + i * BLOCK + column_RK),)
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(ROWS.KEPT):
         m_R, s_R = online(m_R, s_R, kept[i].to(tl.float32), SCALE)
-    last_RK = load_visible(x_ptr, full, column_RK, columns, S, float("-inf"))
+    last_RK = load_visible(x_ptr, full, column_RK, columns, ROWS.S, float("-inf"))
     m_R, s_R = online(m_R, s_R, last_RK, SCALE)
     m, s = together(m_R, s_R, SCALE)
 
     weight = 1 / s
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(ROWS.KEPT):
         y_RK = tl.exp2((kept[i].to(tl.float32) - m) * SCALE) * weight
         tl.store(y_ptr + i * BLOCK + column_RK, y_RK, eviction_policy="evict_first")
-    for start in range(KEPT * BLOCK, full, BLOCK):
+    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
         x_RK = tl.load(x_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
-        tl.store(
-            y_ptr + start + column_RK,
-            tl.exp2((x_RK - m) * SCALE) * weight,
-            eviction_policy="evict_first",
-        )
+        at_RK = y_ptr + start + column_RK
+        tl.store(at_RK, tl.exp2((x_RK - m) * SCALE) * weight, eviction_policy="evict_first")
     last_RK = tl.exp2((last_RK - m) * SCALE) * weight
-    store_last(y_ptr, last_RK, full, column_RK, columns, S, CAUSAL, BLOCK)
+    store_last(y_ptr, last_RK, full, column_RK, columns, ROWS)
 
 
 @triton.jit
-def long_backward_kernel(
-    y_ptr,
-    dy_ptr,
-    dx_ptr,
-    S: tl.constexpr,
-    SCALE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    KEPT: tl.constexpr,
-):
-    BLOCK: tl.constexpr = R * K
+def long_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
+    BLOCK: tl.constexpr = ROWS.R * ROWS.K
     row = tl.program_id(0)
-    y_ptr += row.to(tl.int64) * S
-    dy_ptr += row.to(tl.int64) * S
-    dx_ptr += row.to(tl.int64) * S
-    column_RK = block_columns(R, K, S)
-    columns = row % S + 1 if CAUSAL else S
+    y_ptr += row.to(tl.int64) * ROWS.S
+    dy_ptr += row.to(tl.int64) * ROWS.S
+    dx_ptr += row.to(tl.int64) * ROWS.S
+    column_RK = block_columns(ROWS.R, ROWS.K, ROWS.S)
+    columns = row % ROWS.S + 1 if ROWS.CAUSAL else ROWS.S
     full = columns // BLOCK * BLOCK
 
-    sum_R = tl.full((R,), 0.0, tl.float32)
-    for start in range(KEPT * BLOCK, full, BLOCK):
+    sum_R = tl.full((ROWS.R,), 0.0, tl.float32)
+    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
         y_RK = tl.load(y_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         dy_RK = tl.load(dy_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         sum_R += tl.sum(y_RK * dy_RK, 1)
     kept = ()
-    for i in tl.static_range(KEPT):
+    for i in tl.static_range(ROWS.KEPT):
         kept = kept + (tl.load(y_ptr + i * BLOCK + column_RK),)
         dy_RK = tl.load(dy_ptr + i * BLOCK + column_RK, eviction_policy="evict_last").to(tl.float32)
         sum_R += tl.sum(kept[i].to(tl.float32) * dy_RK, 1)
-    last_y_RK = load_visible(y_ptr, full, column_RK, columns, S, 0.0)
-    last_dy_RK = load_visible(dy_ptr, full, column_RK, columns, S, 0.0)
+    last_y_RK = load_visible(y_ptr, full, column_RK, columns, ROWS.S, 0.0)
+    last_dy_RK = load_visible(dy_ptr, full, column_RK, columns, ROWS.S, 0.0)
     total = tl.sum(sum_R + tl.sum(last_y_RK * last_dy_RK, 1), 0)
 
-    last_RK = last_y_RK * (last_dy_RK - total) * SCALE
-    store_last(dx_ptr, last_RK, full, column_RK, columns, S, CAUSAL, BLOCK)
-    for i in tl.static_range(KEPT):
-        dy_RK = tl.load(dy_ptr + i * BLOCK + column_RK, eviction_policy="evict_first").to(
-            tl.float32
-        )
-        dx_RK = kept[i].to(tl.float32) * (dy_RK - total) * SCALE
+    last_RK = last_y_RK * (last_dy_RK - total) * ROWS.SCALE
+    store_last(dx_ptr, last_RK, full, column_RK, columns, ROWS)
+    for i in tl.static_range(ROWS.KEPT):
+        at_RK = dy_ptr + i * BLOCK + column_RK
+        dy_RK = tl.load(at_RK, eviction_policy="evict_first").to(tl.float32)
+        dx_RK = kept[i].to(tl.float32) * (dy_RK - total) * ROWS.SCALE
         tl.store(dx_ptr + i * BLOCK + column_RK, dx_RK, eviction_policy="evict_first")
-    for start in range(KEPT * BLOCK, full, BLOCK):
+    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
         y_RK = tl.load(y_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
         dy_RK = tl.load(dy_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
-        tl.store(
-            dx_ptr + start + column_RK,
-            y_RK * (dy_RK - total) * SCALE,
-            eviction_policy="evict_first",
-        )
+        at_RK = dx_ptr + start + column_RK
+        tl.store(at_RK, y_RK * (dy_RK - total) * ROWS.SCALE, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -318,17 +246,15 @@ def load_visible(ptr, start, column_RK, columns, S: tl.constexpr, OTHER: tl.cons
 
 
 @triton.jit
-def store_last(
-    ptr, x_RK, start, column_RK, columns, S: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr
-):
+def store_last(ptr, x_RK, start, column_RK, columns, ROWS: tl.constexpr):
     """Store the last visible block, at `start`, and zeros in the masked columns after it."""
-    if CAUSAL:
+    if ROWS.CAUSAL:
         x_RK = tl.where(start + column_RK < columns, x_RK, 0.0)
-    tl.store(ptr + start + column_RK, x_RK, mask=start + column_RK < S)
-    if CAUSAL:
-        for hidden in range(start + BLOCK, S, BLOCK):
+    tl.store(ptr + start + column_RK, x_RK, mask=start + column_RK < ROWS.S)
+    if ROWS.CAUSAL:
+        for hidden in range(start + ROWS.R * ROWS.K, ROWS.S, ROWS.R * ROWS.K):
             zero_RK = tl.full(column_RK.shape, 0.0, ptr.dtype.element_ty)
-            tl.store(ptr + hidden + column_RK, zero_RK, mask=hidden + column_RK < S)
+            tl.store(ptr + hidden + column_RK, zero_RK, mask=hidden + column_RK < ROWS.S)
 
 
 @triton.jit
