@@ -21,7 +21,7 @@ SHAPES = [
     (1, 3, 128, 1),  # one token, one real column: its loss is 0
     (33, 24, 300, 257),  # more columns than a tile of 256
 ]
-SMALL, ODD = (12, 8, 19, 17), (7, 5, 13, 11)
+SMALL = (12, 8, 19, 17)
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
 IMPLEMENTATIONS = ["fused", "xla"]
 
@@ -174,32 +174,6 @@ def test_reference_is_the_definition(shape):
     true = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(x)), targets]
     assert losses.dtype == jnp.float32
     np.testing.assert_allclose(losses, true, rtol=0, atol=5e-6)
-
-
-def test_rows_of_the_padding_do_not_matter():
-    x, w, targets, weights = inputs(*ODD, jnp.float32)
-    f = functools.partial(linear_cross_entropy, vocab_size=11)
-    found = (with_gradients(f, x, w.at[11:].set(size), targets, weights) for size in (0.0, 1e4))
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
-@pytest.mark.parametrize("size", [1e3, 1e30])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_huge_logits_stay_finite(size, implementation):
-    x, w, targets, weights = inputs(7, 5, 13, 11, jnp.float32)
-    f = functools.partial(linear_cross_entropy, vocab_size=11, implementation=implementation)
-    found = with_gradients(f, x * np.float32(size), w, targets, weights)
-    assert all(np.isfinite(np.asarray(a)).all() for a in found)
-
-
-@pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_a_target_outside_the_vocabulary_gives_nan(chunk, implementation):
-    x, w, targets, _ = inputs(10, 5, 13, 11, jnp.float32)
-    targets = targets.at[::2].set(jnp.array([-1, 11, 12, 13, 10**6]))
-    how = {"vocab_size": 11, "chunk": chunk, "implementation": implementation}
-    losses = linear_cross_entropy(x, w, targets, **how)
-    assert np.isnan(losses).tolist() == [True, False] * 5
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,7 +1,6 @@
 """The FP8 matmuls of linear_cross_entropy, and the kernel that stores its gradient in FP8."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from pallas_kernels.gemm import (
 )
 
 N, C, V, VOCAB = 40, 24, 160, 150
+X_SCALE, D_SCALE = HEAD.activation_scale, HEAD.gradient_scale
 CAP = SigmoidCap(scale=23.0, shift=5.0, width=7.5)
 
 
@@ -33,14 +33,6 @@ def inputs(seed=0, dtype=jnp.bfloat16):
     w = rng.standard_normal((V, C)) * 0.3
     w[VOCAB:] = 0
     return x, jnp.asarray(w, jnp.float32), jnp.asarray(rng.integers(0, VOCAB, N), jnp.int32)
-
-
-class Scales(NamedTuple):
-    """Scales of the head's operands."""
-
-    w: float
-    x: float = HEAD.activation_scale
-    gradient: float = HEAD.gradient_scale
 
 
 def scale_of(w) -> float:
@@ -53,26 +45,25 @@ def fake(x, scale, dtype):
     return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
 
 
-def exact(x, w, targets, softcap=None, scales=None):
-    """Losses and gradients of their mean in fp64; with scales, of rounded operands."""
+def exact(x, w, targets, softcap=None, w_scale=None):
+    """Losses and gradients of their mean in fp64; with a scale, of rounded operands."""
     x, w = (np.asarray(a, np.float64) for a in (x, w))
-    if scales is not None:
-        x, w = fake(x, scales.x, E4M3), fake(w, scales.w, E4M3)
+    if w_scale is not None:
+        x, w = fake(x, X_SCALE, E4M3), fake(w, w_scale, E4M3)
     f = functools.partial(reference, vocab_size=VOCAB, softcap=softcap)
     losses, d = in_fp64(f, x @ w.T, targets)
-    if scales is not None:
-        d = fake(d, scales.gradient, E5M2)
+    if w_scale is not None:
+        d = fake(d, D_SCALE, E5M2)
     return losses, d @ w / N, d.T @ x / N
 
 
-def from_rounded_logits(x, w, targets, softcap, scales):
+def from_rounded_logits(x, w, targets, softcap, w_scale):
     """The gradients in fp64, of rounded operands and the classifier's gradient in e5m2."""
-    x8, w8 = quantize(x, scales.x).rows, quantize(w, scales.w).rows
-    logits = scaled_matmul(x8, w8, 1 / (scales.x * scales.w), out_dtype=x.dtype)
-    d = classify(Loss(VOCAB, softcap), logits, targets, None, scale=scales.gradient)[1]
-    d = np.asarray(d).astype(np.float64)
-    x, w = fake(x, scales.x, E4M3), fake(w, scales.w, E4M3)
-    return d @ w / (scales.gradient * N), d.T @ x / (scales.gradient * N)
+    x8, w8 = quantize(x, X_SCALE).rows, quantize(w, w_scale).rows
+    logits = scaled_matmul(x8, w8, 1 / (X_SCALE * w_scale), out_dtype=x.dtype)
+    d = classify(Loss(VOCAB, softcap), logits, targets, None, scale=D_SCALE)[1]
+    d = np.asarray(d).astype(np.float64) / (D_SCALE * N)
+    return d @ fake(w, w_scale, E4M3), d.T @ fake(x, X_SCALE, E4M3)
 
 
 def with_gradients(x, w, targets, **how):
@@ -85,16 +76,16 @@ def with_gradients(x, w, targets, **how):
 def test_losses_and_gradients(softcap):
     """At most twice as far from fp64 as fp64 with rounded operands."""
     args = inputs()
-    how, scales = {"numerics": "fp8", "chunk": 20, "softcap": softcap}, Scales(scale_of(args[1]))
+    how, w_scale = {"numerics": "fp8", "chunk": 20, "softcap": softcap}, scale_of(args[1])
     found = jax.jit(functools.partial(with_gradients, **how))(*args)
-    right, rounded = exact(*args, softcap), exact(*args, softcap, scales)
+    right, rounded = exact(*args, softcap), exact(*args, softcap, w_scale)
     for name, ours, theirs, truth in zip(
         ("losses", "dx", "dw"), found, rounded, right, strict=True
     ):
         assert_within_twice(ours, theirs, truth, norm=rms, name=name)
     # And near the rounded ones, with the same stochastically rounded gradient of the logits: only
     # bf16's rounding, and numbers next to a tie, differ.
-    near = rounded[0], *from_rounded_logits(*args, softcap, scales)
+    near = rounded[0], *from_rounded_logits(*args, softcap, w_scale)
     for name, ours, theirs, truth in zip(("losses", "dx", "dw"), found, near, right, strict=True):
         assert rms(np.asarray(ours, np.float64) - theirs) < 0.5 * rms(theirs - truth), name
     assert not found[2][VOCAB:].any()
