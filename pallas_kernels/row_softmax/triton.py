@@ -66,8 +66,8 @@ class Rows(NamedTuple):
 def forward(x, *, scale, causal):
     """Return y, shaped like x."""
     kept = FORWARD_KEPT if x.shape[-1] * x.dtype.itemsize > TWO_ROWS_FIT else 0
-    short, long = (short_forward_kernel, 1024, 1), (long_forward_kernel, FORWARD_WARPS, kept)
-    return _launch(short, long, scale * LOG2E.value, causal, x)
+    long = long_forward_kernel, FORWARD_WARPS, kept
+    return _launch(scale * LOG2E.value, causal, x, None, tile=1024, warps=1, long=long)
 
 
 def backward(y, dy, *, scale, causal):
@@ -75,78 +75,60 @@ def backward(y, dy, *, scale, causal):
     kept, unaligned = MOST_KEPT, y.shape[-1] * y.dtype.itemsize % 16 != 0
     if unaligned and (_dispatch.capability() or (9, 0))[0] == 10:
         kept = MOST_KEPT_UNALIGNED_10
-    short, long = (short_backward_kernel, 2048, 4), (long_backward_kernel, BACKWARD_WARPS, kept)
-    return _launch(short, long, scale, causal, y, dy)
+    long = long_backward_kernel, BACKWARD_WARPS, kept
+    return _launch(scale, causal, y, dy, tile=2048, warps=4, long=long)
 
 
-def _launch(short, long, scale, causal, x, *more):
-    """Launch a kernel.
+def _launch(scale, causal, x, dy, *, tile, warps, long):
+    """Launch the kernel for short or long rows.
 
     Args:
-        short: kernel for short rows, entries of a tile, and warps per tile. A program has as many
-            rows as a tile contains, or more warps for a longer row.
+        tile, warps: entries of a tile of short rows, and warps per tile. A program has as many rows
+            as a tile contains, or more warps for a longer row.
         long: kernel for long rows, warps per row, and the largest number of blocks in registers.
     """
     programs, s = math.prod(x.shape[:-1]), x.shape[-1]
     rows = Rows(s, scale, causal, 16 // x.dtype.itemsize)
     if s <= LONGEST_SHORT_ROW:
-        kernel, tile, warps = short
         c = triton.next_power_of_2(s)
         b = max(1, tile // c)
-        rows, warps = rows._replace(N=programs, B=b, C=c), warps * (b * c // tile)
-        programs = triton.cdiv(programs, b)
+        rows, arrays = rows._replace(N=programs, B=b, C=c), (x, dy)
+        kernel, programs, warps = short_kernel, triton.cdiv(programs, b), warps * (b * c // tile)
     else:
         kernel, warps, kept = long
         kept = 0 if causal else min(kept, s // (32 * warps * rows.K))
-        rows = rows._replace(R=32 * warps, KEPT=kept)
+        rows, arrays = rows._replace(R=32 * warps, KEPT=kept), (x,) if dy is None else (x, dy)
     out = [jax.ShapeDtypeStruct(x.shape, x.dtype)]
-    return _triton.call(kernel, x, *more, out=out, grid=(programs,), num_warps=warps, ROWS=rows)[0]
+    return _triton.call(kernel, *arrays, out=out, grid=(programs,), num_warps=warps, ROWS=rows)[0]
 
 
 @triton.jit
-def short_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
-    offset_BC, inside_BC, visible_BC, vector_BC = tile(ROWS)
-    x_BC = tl.load(x_ptr + offset_BC, mask=vector_BC, other=float("-inf")).to(tl.float32)
-    if ROWS.CAUSAL:
-        x_BC = tl.where(visible_BC, x_BC, float("-inf"))
-    exp_BC = tl.exp2((x_BC - tl.max(x_BC, 1)[:, None]) * ROWS.SCALE)
-    y_BC = exp_BC * (1 / tl.sum(exp_BC, 1))[:, None]
-    if ROWS.CAUSAL:
-        y_BC = tl.where(visible_BC, y_BC, 0.0)
-    tl.store(y_ptr + offset_BC, y_BC, mask=inside_BC)
-
-
-@triton.jit
-def short_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
-    offset_BC, inside_BC, visible_BC, vector_BC = tile(ROWS)
-    y_BC = tl.load(y_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
-    dy_BC = tl.load(dy_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
-    if ROWS.CAUSAL:  # dy may have any value in masked columns
-        dy_BC = tl.where(visible_BC, dy_BC, 0.0)
-    dx_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * ROWS.SCALE
-    if ROWS.CAUSAL:
-        dx_BC = tl.where(visible_BC, dx_BC, 0.0)
-    tl.store(dx_ptr + offset_BC, dx_BC, mask=inside_BC)
-
-
-@triton.jit
-def tile(ROWS: tl.constexpr):
-    """Return the offsets of this program's B rows and three masks.
-
-    The masks are: entries inside the array, entries that each row sees, and vectors of which the
-    row sees at least one entry.
-    """
+def short_kernel(x_ptr, dy_ptr, out_ptr, ROWS: tl.constexpr):
+    """Store softmax(x) of B rows; with dy_ptr, the gradient dx, and x_ptr points to y."""
     row_B = tl.program_id(0) * ROWS.B + tl.arange(0, ROWS.B)
     column_C = tl.arange(0, ROWS.C)
     offset_BC = row_B.to(tl.int64)[:, None] * ROWS.S + column_C[None, :]
     inside_BC = (row_B < ROWS.N)[:, None] & (column_C < ROWS.S)[None, :]
-    if ROWS.CAUSAL:
+    visible_BC, vector_BC = inside_BC, inside_BC
+    if ROWS.CAUSAL:  # vectors of which the row sees at least one entry
         t_B1 = (row_B % ROWS.S)[:, None]
         visible_BC = column_C[None, :] <= t_B1
         vector_BC = inside_BC & ((column_C // ROWS.K * ROWS.K)[None, :] <= t_B1)
-        return offset_BC, inside_BC, visible_BC, vector_BC
+    if dy_ptr is None:
+        x_BC = tl.load(x_ptr + offset_BC, mask=vector_BC, other=float("-inf")).to(tl.float32)
+        if ROWS.CAUSAL:
+            x_BC = tl.where(visible_BC, x_BC, float("-inf"))
+        exp_BC = tl.exp2((x_BC - tl.max(x_BC, 1)[:, None]) * ROWS.SCALE)
+        out_BC = exp_BC * (1 / tl.sum(exp_BC, 1))[:, None]
     else:
-        return offset_BC, inside_BC, inside_BC, inside_BC
+        y_BC = tl.load(x_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
+        dy_BC = tl.load(dy_ptr + offset_BC, mask=vector_BC, other=0.0).to(tl.float32)
+        if ROWS.CAUSAL:  # dy may have any value in masked columns
+            dy_BC = tl.where(visible_BC, dy_BC, 0.0)
+        out_BC = y_BC * (dy_BC - tl.sum(y_BC * dy_BC, 1)[:, None]) * ROWS.SCALE
+    if ROWS.CAUSAL:
+        out_BC = tl.where(visible_BC, out_BC, 0.0)
+    tl.store(out_ptr + offset_BC, out_BC, mask=inside_BC)
 
 
 @triton.jit
