@@ -11,10 +11,11 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from generation_tools import check_cache, greedy
 from train_tools import losses, rows, run
 
 import gptjax
-from gptjax import GPT2Config, cli, devices, generate, loss_fn, parallel, precision
+from gptjax import GPT2Config, cli, devices, loss_fn, parallel, precision
 from gptjax.config import ConfigError
 from gptjax.models.base import graph, init_params, params_of
 from gptjax.optim import Metrics, OptimizerConfig, switch_algorithm
@@ -119,20 +120,8 @@ def test_cached_and_recomputed_forward_passes_equal_the_plain_one(rotary):
     nnx.update(model, jax.tree.map(lambda p: 6 * p if p.ndim == 2 else p, nnx.state(model)))
     tokens_BT = jax.random.randint(jax.random.key(0), (2, 13), 0, 257)
 
-    @jax.jit
-    def in_parts(model):
-        cache, logits = model.init_cache(2, 13), []
-        for start, end in ((0, 5), (5, 6), (6, 13)):
-            logits.append(model.logits(model.hidden(tokens_BT[:, start:end], cache)))
-        return jnp.concatenate(logits, axis=1)
-
-    forward = jax.jit(lambda model, tokens_BT: model(tokens_BT))
-    full = forward(model, tokens_BT)
-    assert full.std() > 0.5
-    np.testing.assert_allclose(in_parts(model), full, rtol=0, atol=3e-5)
-    how = {"max_new_tokens": 5, "temperature": 0.0, "key": jax.random.key(0)}
-    tokens = generate(model, tokens_BT[:, :8], **how)
-    np.testing.assert_array_equal(tokens[:, 8:], forward(model, tokens)[:, 7:-1].argmax(-1))
+    check_cache(model, tokens_BT, (5, 1, 7))
+    greedy(model, tokens_BT[:, :8], 5)
 
     def gradient(config):
         loss = lambda params: loss_fn(nnx.merge(graph(config), params), tokens_BT, tokens_BT)
@@ -196,11 +185,9 @@ def test_the_mixture_of_experts(mixture, optimizer, monkeypatch, tmp_path):
     model, _ = gptjax.load(config.run_dir)
     assert type(model).__name__ == "Mixture"
     prompt = jnp.arange(6).reshape(2, 3)
-    tokens = generate(model, prompt, max_new_tokens=20, temperature=0.0, key=jax.random.key(0))
-    np.testing.assert_array_equal(tokens[:, 3:], model(tokens[:, :-1])[:, 2:].argmax(-1))
+    tokens = greedy(model, prompt, 20)
     model.blocks[0].sinks.set_value(jnp.array([3.0, -3.0]))
-    other = generate(model, prompt, max_new_tokens=20, temperature=0.0, key=jax.random.key(0))
-    np.testing.assert_array_equal(other[:, 3:], model(other[:, :-1])[:, 2:].argmax(-1))
+    greedy(model, prompt, 20)
 
     # The activations.
     sys.modules[type(model).__module__].export_activations(model, tokens, tmp_path / "seen.npz")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from generation_tools import cached_logits, check_cache, forward, greedy
 
 from gptjax import GPT2, GPT2Config, Precision, generate, generation
 from gptjax.models import gpt2
@@ -17,15 +18,6 @@ from pallas_kernels import Filters, sample_token
 KEY = jax.random.key(7)
 ODD = dict(vocab_size=61, padded_vocab_size=128, block_size=23, n_layer=2, n_head=3, n_embd=27)
 SMALL = dict(vocab_size=7, padded_vocab_size=8, block_size=8, n_layer=1, n_head=2, n_embd=16)
-
-
-forward = nnx.jit(lambda model, tokens_BT: model(tokens_BT))
-
-
-@nnx.jit
-def advance(model, cache, tokens_BT):
-    """Hidden states of tokens that continue the cached sequence, and the cache with them."""
-    return model.hidden(tokens_BT, cache), cache
 
 
 @functools.cache
@@ -43,25 +35,10 @@ def random_tokens(batch, time, vocab_size, seed=0):
     )
 
 
-def cached_logits(model, tokens_BT, chunks):
-    """Logits of every position, fed to the cache a chunk at a time."""
-    cache, start, logits = model.init_cache(*tokens_BT.shape), 0, []
-    for size in chunks:
-        x_BTC, cache = advance(model, cache, tokens_BT[:, start : start + size])
-        logits.append(model.logits(x_BTC))
-        start += size
-    assert start == tokens_BT.shape[1] == int(cache[0].length_B[0])
-    return np.asarray(jnp.concatenate(logits, axis=1), np.float32)
-
-
 # One pass; a prompt, then token by token; chunks of several tokens that start inside the cache.
 @pytest.mark.parametrize("chunks", [(13,), (5,) + (1,) * 8, (1, 7, 2, 3)])
 def test_cached_logits_equal_the_full_forward_at_every_position(chunks):
-    model = make_model(**ODD)
-    tokens_BT = random_tokens(3, 13, ODD["vocab_size"])
-    full = np.asarray(forward(model, tokens_BT))
-    assert full.std() > 0.5  # the gain did its work
-    np.testing.assert_allclose(cached_logits(model, tokens_BT, chunks), full, rtol=0, atol=3e-5)
+    check_cache(make_model(**ODD), random_tokens(3, 13, ODD["vocab_size"]), chunks)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_residual_fp32"])
@@ -77,13 +54,8 @@ def test_the_cache_costs_no_precision(precision):
 @pytest.mark.parametrize("batch, prompt, new", [(1, 1, 5), (3, 22, 1), (2, 9, 14)])
 def test_greedy_equals_full_forwards(batch, prompt, new):
     """Up to the whole block."""
-    model = make_model(seed=1, **ODD)
     prompt_BT = random_tokens(batch, prompt, ODD["vocab_size"], seed=batch)
-    out_BT = generate(model, prompt_BT, max_new_tokens=new, temperature=0, key=KEY)
-    assert out_BT.dtype == jnp.int32 and out_BT.shape == (batch, prompt + new)
-    np.testing.assert_array_equal(out_BT[:, :prompt], prompt_BT)
-    likeliest_BT = jnp.argmax(forward(model, out_BT), axis=-1)
-    np.testing.assert_array_equal(out_BT[:, prompt:], likeliest_BT[:, prompt - 1 : -1])
+    out_BT = greedy(make_model(seed=1, **ODD), prompt_BT, new)
     # The text must not have run into a single repeated token, which would prove little.
     assert new < 14 or len(np.unique(np.asarray(out_BT[:, prompt:]))) > 4
 
