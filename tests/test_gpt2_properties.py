@@ -12,7 +12,6 @@ from flax import nnx
 from gpt2_tools import SHAPES, batch_of, config_of, random_of, run, split
 from jax.sharding import NamedSharding, PartitionSpec
 from kernel_tools import lower_for_h200
-from reference.torch_gpt2 import flatten, max_abs
 
 from gptjax import GPT2, GPT2Config, Precision, loss_fn
 
@@ -108,33 +107,6 @@ def test_recompute_and_chunked_loss_save_memory():
 
 
 # ------------------------------------------------------------------------- transformations, devices
-
-
-def test_batch_sharded_over_two_devices():
-    config = config_of(SHAPES["tiny gpt2"], n_layer=1)
-    params = random_of(config)
-    tokens, targets = batch_of(config, 4)
-    expected = run(config, params, tokens, targets)
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices("cpu")[:2])
-    everywhere, by_batch = (
-        NamedSharding(mesh, PartitionSpec()),
-        NamedSharding(mesh, PartitionSpec("data")),
-    )
-    graph = split(config)[0]
-    step = jax.jit(jax.value_and_grad(lambda params, x, y: loss_fn(nnx.merge(graph, params), x, y)))
-    loss, grads = step(
-        jax.device_put(params, everywhere),
-        jax.device_put(tokens, by_batch),
-        jax.device_put(targets, by_batch),
-    )
-    assert len(loss.sharding.device_set) == 2
-    np.testing.assert_allclose(loss, expected[1], rtol=0, atol=1e-6)
-    for name, grad in flatten(grads).items():
-        exact = expected[2][name]
-        np.testing.assert_allclose(
-            grad[: len(exact)], exact, rtol=0, atol=2e-6 * max_abs(exact), err_msg=name
-        )
 
 
 @pytest.mark.parametrize("devices, where", [(1, "jit"), (2, "jit"), (2, "shard_map")])
