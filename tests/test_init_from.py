@@ -6,8 +6,9 @@ import json
 import jax
 import numpy as np
 import pytest
+import saved_run_tools
 from flax import nnx
-from saved_run_tools import MODEL, random_params, save_run
+from saved_run_tools import random_params, save_run
 from train_tools import rows, run
 
 import gptjax
@@ -21,6 +22,8 @@ from gptjax.training import init_from
 from gptjax.training.inputs import Inputs
 from gptjax.weights import WeightsError, sources
 
+MODEL = dataclasses.replace(saved_run_tools.MODEL, n_layer=2)
+
 
 def test_the_first_loss_is_that_of_the_resumed_run(config, tmp_path, monkeypatch):
     """To the last bit, on the same batch; then the new run resumes without the other model."""
@@ -28,8 +31,7 @@ def test_the_first_loss_is_that_of_the_resumed_run(config, tmp_path, monkeypatch
     monkeypatch.setattr(Inputs, "loader", lambda self, step: loader(self, 0))
     options = {"val_every": 0, "sample_every": 0}
     optimizer = OptimizerConfig(learning_rate=1e-2, warmup_steps=5, schedule_steps=100)
-    shape = dataclasses.replace(config.model, n_layer=1)
-    first = dataclasses.replace(config, model=shape, optimizer=optimizer, **options)
+    first = dataclasses.replace(config, optimizer=optimizer, **options)
     assert run(dataclasses.replace(first, max_steps=3))[0] == 0
     # The model's shape is not given: a default is replaced by that of the run.
     model = gptjax.GPT2Config()
@@ -55,7 +57,7 @@ def test_the_first_loss_is_that_of_the_resumed_run(config, tmp_path, monkeypatch
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    return save_run(tmp_path_factory.mktemp("init") / "run", {4: random_params()})
+    return save_run(tmp_path_factory.mktemp("init") / "run", {4: random_params(MODEL)}, model=MODEL)
 
 
 def config_for(path, tmp_path, **model):
@@ -80,7 +82,7 @@ def test_parameters_are_read_into_their_shardings(saved, tmp_path, monkeypatch, 
     config, source = init_from.resolve(config_for(path, tmp_path))
     devices = Parallel.of(jax.devices("cpu")[:2], strategy)
     params = init_from.read_params(config.model, devices, source)
-    expected = random_params()
+    expected = random_params(MODEL)
     if kind == "hf":  # without rows of padding; 384 rows
         padded = np.zeros((384, 8), np.float32)
         padded[:257] = expected["wte"][:257]
@@ -95,7 +97,7 @@ def test_parameters_are_read_into_their_shardings(saved, tmp_path, monkeypatch, 
 
 
 def whole_model():
-    return nnx.merge(graph(MODEL), random_params())
+    return nnx.merge(graph(MODEL), random_params(MODEL))
 
 
 def test_positions_are_cropped_and_padding_may_differ(saved, tmp_path):
@@ -104,7 +106,7 @@ def test_positions_are_cropped_and_padding_may_differ(saved, tmp_path):
     sizes = {"block_size": 9, "padded_vocab_size": 300}
     assert config.model == dataclasses.replace(MODEL, **sizes)
     one = Parallel.of(jax.devices("cpu")[:1])
-    params, whole = init_from.read_params(config.model, one, source), random_params()
+    params, whole = init_from.read_params(config.model, one, source), random_params(MODEL)
     np.testing.assert_array_equal(params["wpe"], whole["wpe"][:9])
     np.testing.assert_array_equal(params["wte"][:257], whole["wte"][:257])
     assert params["wte"].shape == (300, 8) and not np.asarray(params["wte"][264:]).any()
@@ -120,8 +122,8 @@ def test_positions_are_cropped_and_padding_may_differ(saved, tmp_path):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"n_layer": 3}, "--model.n-layer: 11 there, 3 in the config"),
-        ({"n_layer": 3, "n_embd": 24}, r"n-embd: 8 there, 24 in the config\n(.|\n)*n-layer: 11"),
+        ({"n_layer": 3}, "--model.n-layer: 2 there, 3 in the config"),
+        ({"n_layer": 3, "n_embd": 24}, r"n-embd: 8 there, 24 in the config\n(.|\n)*n-layer: 2"),
         ({"block_size": 17}, "--model.block-size: 16 there, 17 in the config"),
         ({"vocab_size": 100}, "--model.vocab-size: 257 there, 100 in the config"),
     ],
