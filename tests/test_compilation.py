@@ -115,7 +115,7 @@ def test_a_step_that_does_not_fit_names_the_largest_micro_batch_that_does(
         compilation.compile_to_fit(compiled_for, chunked, jax.devices("cpu")[0])
 
 
-def test_what_fits_is_compiled_once(monkeypatch):
+def test_what_fits_is_compiled_once():
     asked = []
     compile_step = lambda n: asked.append(n) or compiled_for(n)
     compilation.compile_to_fit(compile_step, config(8), jax.devices("cpu")[0])

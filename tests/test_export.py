@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from generation_tools import forward
 from hf_tools import read_gguf, transformers
 from saved_run_tools import random_model, random_params, save_run
 
@@ -30,7 +31,7 @@ def run(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def logits():
-    return np.asarray(random_model(BYTES)(jnp.asarray(TOKENS)))
+    return np.asarray(forward(random_model(BYTES), jnp.asarray(TOKENS)))
 
 
 def theirs(model):

@@ -136,7 +136,7 @@ def test_resuming_with_another_mask_is_refused(prepared, copy):
     assert line.startswith(f"{name.name}, SHA-256 of a sample: expected")
 
 
-def test_validation_batches_weigh_their_targets(prepared, tmp_path):
+def test_validation_batches_weigh_their_targets(prepared):
     mesh = data_mesh(jax.devices("cpu")[:2])
     config = Config(sequence_length=8, val_tokens=64, batch_tokens=16, micro_batch=1)
     dataset = find_dataset(str(prepared), prepared.parent)
