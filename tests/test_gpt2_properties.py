@@ -1,4 +1,4 @@
-"""Properties of GPT2 that need no reference: causality, padding, memory, devices."""
+"""Properties of GPT2 that need no reference: padding, ids, memory, kernels."""
 
 import dataclasses
 import functools
