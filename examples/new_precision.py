@@ -33,8 +33,8 @@ class DynamicFp8(Numerics):
 
     name = "dynamic_fp8"
 
-    def activation(self, x, part="input"):
-        return x if isinstance(x, Operand) else converted(x, E4M3)
+    def activation(self, x):
+        return converted(x, E4M3)
 
     def weight(self, w, output_major=False):
         w = converted(joined(w, jnp.bfloat16), E4M3)

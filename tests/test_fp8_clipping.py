@@ -95,7 +95,7 @@ def test_a_call_inside_a_call_is_no_call_of_its_own():
         return linear(x, jnp.eye(16), numerics="fp8")
 
     def forward(x):
-        Fp8().activation(x)
+        Fp8().input(x, None)
         return outer(x), None
 
     outer.defvjp(forward, lambda _, dy: (dy,))

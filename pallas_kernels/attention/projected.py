@@ -24,19 +24,8 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.gemm.clipping import count, counted
-from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, rows_of, split_like
-from pallas_kernels.gemm.operands import (
-    E5M2,
-    GROUP,
-    SAMPLED,
-    Operand,
-    Scale,
-    cotangent,
-    exact,
-    scale_for,
-    structure,
-)
+from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, split_like
+from pallas_kernels.gemm.operands import Operand, exact, separate
 from pallas_kernels.linear import checked_linear, forward
 from pallas_kernels.linear import reference as linear_reference
 
@@ -103,8 +92,9 @@ def projected_attention(
         precision=numerics.plain.precision,
     )
     if backend == "mosaic":
-        f = counted("projected_attention", _projected, numerics.quantized)
-        return _calls.differentiable("projected_attention", f, given, w_CO, b_O, heads, numerics)
+        x_NC, converted = separate(given)
+        args = x_NC.reshape(x_BTC.shape), converted, w_CO, b_O, heads, numerics
+        return numerics.call("projected_attention", _projected, *args)
     named = "reference" if backend == "reference" else "auto"
     qkv_BTO = checked_linear("projected_attention", given, w_CO, b_O, named, numerics)
     qkv_BT3HD = qkv_BTO.reshape(*x_BTC.shape[:2], 3, heads, head_dim)
@@ -112,56 +102,48 @@ def projected_attention(
     return flash_attention_qkv(qkv_BT3HD, **how)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _projected(x_BTC, w_CO, b_O, heads, numerics):
-    qkv_BT3HD, _ = _projection(exact(x_BTC), w_CO, b_O, heads, numerics.plain)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _projected(x_BTC, converted, w_CO, b_O, heads, numerics):
+    qkv_BT3HD, _ = _projection(x_BTC, None, w_CO, b_O, heads, numerics.plain)
     return flash_attention_qkv(qkv_BT3HD, implementation="mosaic")
 
 
-def _projection(x_BTC, w_CO, b_O, heads, numerics):
+def _projection(x_BTC, converted, w_CO, b_O, heads, numerics):
     """Return qkv, and the operands of the projection for the backward pass."""
-    qkv_NO, operands = forward(rows_of(x_BTC), w_CO, b_O, numerics)
-    return qkv_NO.reshape(*exact(x_BTC).shape[:2], 3, heads, -1), operands
+    (b, t, c) = x_BTC.shape
+    qkv_NO, operands = forward(x_BTC.reshape(b * t, c), converted, w_CO, b_O, numerics)
+    return qkv_NO.reshape(b, t, 3, heads, -1), operands
 
 
-def _projected_forward(x_BTC, w_CO, b_O, heads, numerics):
-    qkv_BT3HD, operands = _projection(x_BTC, w_CO, b_O, heads, numerics)
+def _projected_forward(x_BTC, converted, w_CO, b_O, heads, numerics):
+    qkv_BT3HD, operands = _projection(x_BTC, converted, w_CO, b_O, heads, numerics)
     out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
-    likes = like(w_CO), b_O, structure(x_BTC)
-    return out_BTHD, (operands, likes, qkv_BT3HD, out_BTHD, lse_BHT)
+    return out_BTHD, (operands, like(w_CO), b_O, qkv_BT3HD, out_BTHD, lse_BHT)
 
 
 def _projected_backward(heads, numerics, saved, dout_BTHD):
     from pallas_kernels.attention import mosaic_backward
 
-    (x, w), (w_like, b_O, x_like), qkv_BT3HD, out_BTHD, lse_BHT = saved
+    (x, w), w_like, b_O, qkv_BT3HD, out_BTHD, lse_BHT = saved
     arrays, (b, t) = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.shape[:2]
     shape, dtype = (b * t, b_O.size), qkv_BT3HD.dtype
-    # Only the layout and scale that `Fp8` uses.
-    if isinstance(numerics, Fp8) and mosaic_backward.stores_fp8(b, t, heads):
-        scale = _scale_of_gradient(dout_BTHD.reshape(b * t, -1), numerics)
+    scale = None
+    if mosaic_backward.stores_fp8(b, t, heads):
+        scale = numerics.kernel_scale(dout_BTHD.reshape(b * t, -1), QKV_HEADROOM)
+    if scale is not None:
         (rows, k_major), dq_HD, dout_HD = _attention_backward(*arrays, scale.value)
-        count("output_gradient", rows)
         dqkv = Operand(rows.reshape(shape), k_major.reshape(shape[::-1]), scale)
+        numerics.count("output_gradient", dqkv)
     else:
         (dqkv_BT3HD,), dq_HD, dout_HD = _attention_backward(*arrays)
-        dqkv = numerics.gradient(dqkv_BT3HD.reshape(shape))
+        dqkv = numerics.output_gradient(dqkv_BT3HD.reshape(shape))
     dx_NC = numerics.input_gradient(dqkv, w, dtype)
     dw_CO = split_like(numerics.weight_gradient(x, dqkv), w_like)
     db_3HD = jnp.stack([dq_HD, jnp.zeros_like(dq_HD), dout_HD])
-    dx_BTC = cotangent(dx_NC.reshape(b, t, -1), x_like)
-    return dx_BTC, dw_CO, db_3HD.reshape(-1).astype(b_O.dtype)
+    return dx_NC.reshape(b, t, -1), None, dw_CO, db_3HD.reshape(-1).astype(b_O.dtype)
 
 
 _projected.defvjp(_projected_forward, _projected_backward)
-
-
-def _scale_of_gradient(dout_NC, numerics: Fp8) -> Scale:
-    """Return the scale of dqkv."""
-    n, c = dout_NC.shape
-    sample = dout_NC.reshape(n, c // GROUP, GROUP)[:, :, :SAMPLED] if c % GROUP == 0 else dout_NC
-    scale = scale_for(jnp.abs(sample).max(), E5M2, QKV_HEADROOM)
-    return Scale.of(scale, numerics.activation_scale)
 
 
 def _attention_backward(*arrays):

@@ -52,17 +52,15 @@ from jaxtyping import Array, Float
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
-from pallas_kernels.gemm.clipping import count, counted
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
     NumericsFacts,
     like,
     numerics_of,
-    rows_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
+from pallas_kernels.gemm.operands import Operand, exact, separate
 from pallas_kernels.gemm.sums import sum_rows
 from pallas_kernels.linear import checked_linear
 
@@ -180,8 +178,7 @@ def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation
         y = reference(x, w_IO, b, activation=activation).astype(x.dtype)
         return checked_linear("mlp", y, w2, None, "reference", numerics)
     options = Options(activation, backend, numerics, output_major, implementation)
-    f = counted("mlp", _mlp, numerics.quantized)
-    y_NC = _calls.differentiable("mlp", f, rows_of(given), w, b, w2, options)
+    y_NC = numerics.call("mlp", _mlp, *separate(given), w, b, w2, options)
     return y_NC.reshape(*x.shape[:-1], w2.shape[1])
 
 
@@ -303,7 +300,7 @@ def _linear(kernel, activation, x, w, b, implementation, numerics):
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
     options = Options(activation, backend, numerics)
-    y_NO = _calls.differentiable(kernel, _activated, rows_of(x), w, b, options)
+    y_NO = _calls.differentiable(kernel, _activated, separate(x)[0], w, b, options)
     return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -332,9 +329,9 @@ def _activated_backward(options, saved, dy_NO):
 _activated.defvjp(_activated_forward, _activated_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _mlp(x_NI, w, b_O, w2_OC, options: Options):
-    numerics, x_NI = options.numerics, exact(x_NI)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _mlp(x_NI, converted: Operand | None, w, b_O, w2_OC, options: Options):
+    numerics = options.numerics
     if numerics.quantized:
         # The Mosaic kernel without FP8 does not support fp32. "auto" tries it first.
         named = "auto" if options.implementation == "mosaic" else options.implementation
@@ -345,23 +342,22 @@ def _mlp(x_NI, w, b_O, w2_OC, options: Options):
     return numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)
 
 
-def _mlp_forward(x_NI, w, b_O, w2_OC, options):
-    numerics, dtype = options.numerics, exact(x_NI).dtype
-    x, w2 = numerics.activation(x_NI), numerics.weight(w2_OC)
+def _mlp_forward(x_NI, converted, w, b_O, w2_OC, options):
+    numerics, dtype = options.numerics, x_NI.dtype
+    x, w2 = numerics.input(x_NI, converted), numerics.weight(w2_OC)
     w_operand = numerics.weight(w, options.output_major)
     y, saved_NO = hidden(options, x, w_operand, b_O, dtype)
-    count("hidden", y.rows)
+    numerics.count("hidden", y)
     y_NC = numerics.product(y, w2, dtype)
     y = None if options.recomputes(dtype) else y.only("k_major")
     operands = x.only("k_major"), w_operand.only("rows"), y, w2.only("rows")
-    likes = like((w, w2_OC)), b_O, structure(x_NI)
-    return y_NC, (operands, saved_NO, likes)
+    return y_NC, (operands, saved_NO, like((w, w2_OC)), b_O)
 
 
 def _mlp_backward(options, saved, dy_NC):
-    (x, w, y, w2), saved_NO, ((w_like, w2_like), b_O, x_like) = saved
+    (x, w, y, w2), saved_NO, (w_like, w2_like), b_O = saved
     numerics, dtype = options.numerics, dy_NC.dtype
-    dy = numerics.gradient(dy_NC)
+    dy = numerics.output_gradient(dy_NC)
     if options.backend == "mosaic" and _why_not_du(dy, w2) is None:
         stored = options.stored(dtype)
         w2_OC = w2.rows if stored.k_major else w2.rows.astype(dtype)
@@ -373,13 +369,12 @@ def _mlp_backward(options, saved, dy_NC):
     else:
         dh_NO = numerics.input_gradient(dy, w2, dtype)
         du, db_O, y_again = hidden_gradient(options, dh_NO, saved_NO, b_O, dy, y is None)
-    count("hidden_gradient", du.rows)
+    numerics.count("hidden_gradient", du)
     dx_NI = numerics.input_gradient(du, w, dtype)
     dw = numerics.weight_gradient(x, du, options.output_major)
     dw2_OC = numerics.weight_gradient(y_again if y is None else y, dy)
     db_O = None if b_O is None else db_O.astype(b_O.dtype)
-    gradients = dw.astype(w_like.dtype), db_O, dw2_OC.astype(w2_like.dtype)
-    return cotangent(dx_NI, x_like), *gradients
+    return dx_NI, None, dw.astype(w_like.dtype), db_O, dw2_OC.astype(w2_like.dtype)
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)

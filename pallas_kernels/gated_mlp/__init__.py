@@ -36,17 +36,15 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels.gemm.clipping import count, counted
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
     NumericsFacts,
     like,
     numerics_of,
-    rows_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
+from pallas_kernels.gemm.operands import Operand, exact, separate
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
@@ -103,11 +101,8 @@ def swiglu(
     if backend == "reference":
         y_NC = reference(x, w_gate, w_up, w_down).astype(x.dtype)
     else:
-        f, args = (
-            counted("swiglu", _swiglu, how.quantized),
-            (rows_of(given), (w_gate, w_up), w_down),
-        )
-        y_NC = _calls.differentiable("swiglu", f, *args, backend, how)
+        args = *separate(given), (w_gate, w_up), w_down, backend, how
+        y_NC = how.call("swiglu", _swiglu, *args)
     return y_NC.reshape(*x.shape[:-1], w_down.shape[1])
 
 
@@ -118,33 +113,32 @@ def reference(x, w_gate, w_up, w_down):
     return matmul(jax.nn.silu(matmul(x, w_gate)) * matmul(x, w_up), w_down)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _swiglu(x_NI, w_gate_up, w_down_FC, backend, numerics):
-    return _forward(exact(x_NI), w_gate_up, w_down_FC, backend, numerics.plain)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _swiglu(x_NI, converted: Operand | None, w_gate_up, w_down_FC, backend, numerics):
+    return _forward(x_NI, None, w_gate_up, w_down_FC, backend, numerics.plain)[0]
 
 
-def _forward(x_NI, w_gate_up, w_down_FC, backend, numerics):
-    dtype = exact(x_NI).dtype
-    x, w = numerics.activation(x_NI), numerics.weight(w_gate_up)
+def _forward(x_NI, converted, w_gate_up, w_down_FC, backend, numerics):
+    dtype = x_NI.dtype
+    x, w = numerics.input(x_NI, converted), numerics.weight(w_gate_up)
     w_down = numerics.weight(w_down_FC)
     gu_N2F = numerics.product(x, w, dtype)
-    h = hidden(gu_N2F, backend, numerics)
-    count("hidden", h.rows)
+    h = numerics.count("hidden", hidden(gu_N2F, backend, numerics))
     y_NC = numerics.product(h, w_down, dtype)
     operands = x.only("k_major"), w.only("rows"), w_down.only("rows")
-    return y_NC, (operands, gu_N2F, like((w_gate_up, w_down_FC)), structure(x_NI))
+    return y_NC, (operands, gu_N2F, like((w_gate_up, w_down_FC)))
 
 
 def _backward(backend, numerics, saved, dy_NC):
-    (x, w, w_down), gu_N2F, (w_like, w_down_like), x_like = saved
-    dy = numerics.gradient(dy_NC)
+    (x, w, w_down), gu_N2F, (w_like, w_down_like) = saved
+    dy = numerics.output_gradient(dy_NC)
     dh_NF = numerics.input_gradient(dy, w_down, dy_NC.dtype)
     dgu, h = hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
-    count("hidden_gradient", dgu.rows)
+    numerics.count("hidden_gradient", dgu)
     dx_NI = numerics.input_gradient(dgu, w, dy_NC.dtype)
     dw = split_like(numerics.weight_gradient(x, dgu), w_like)
     dw_down_FC = numerics.weight_gradient(h, dy).astype(w_down_like.dtype)
-    return cotangent(dx_NI, x_like), dw, dw_down_FC
+    return dx_NI, None, dw, dw_down_FC
 
 
 _swiglu.defvjp(_forward, _backward)

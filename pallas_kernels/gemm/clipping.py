@@ -64,14 +64,10 @@ def shares(loss: Callable[[], Float[Array, ""]]) -> dict[str, Float[Array, ""]]:
     return {name: clipped[place] for name, place in sorted(found.items())}
 
 
-def counted(operation: str, f: jax.custom_vjp, quantized: bool = True) -> Callable:
-    """Return f, or inside `shares` f with the counts of its FP8 operands.
-
-    Args:
-        quantized: whether f has FP8 operands.
-    """
+def counted(operation: str, f: jax.custom_vjp) -> Callable:
+    """Return f, or inside `shares` f with the counts of its FP8 operands."""
     calls = _calls.get()
-    if calls is None or not quantized:
+    if calls is None:
         return f
     row = len(calls.names)
     call = f"{operation}.{sum(name.startswith(f'{operation}.') for name in calls.names)}"
@@ -116,13 +112,13 @@ def counted(operation: str, f: jax.custom_vjp, quantized: bool = True) -> Callab
     return run
 
 
-def count(operand: str, q: Float[Array, "..."]) -> None:
+def count(part: str, q: Float[Array, "..."]) -> None:
     """Count the clipped numbers of an FP8 array, in a rule of a call that `counted` wraps."""
     counts = _counts.get()
     if counts is not None:
         largest = float(jnp.finfo(q.dtype).max)
         clipped = (jnp.abs(q.astype(jnp.float32)) >= largest).sum(dtype=jnp.float32)
-        counts.setdefault(operand, []).append((clipped, q.size))
+        counts.setdefault(part, []).append((clipped, q.size))
 
 
 def _row(counts: dict[str, list]) -> Float[Array, " operands"]:

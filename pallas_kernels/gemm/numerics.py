@@ -33,21 +33,22 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _dispatch
-from pallas_kernels.gemm.clipping import count
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels.gemm import clipping
 from pallas_kernels.gemm.operands import (
     E4M3,
     E5M2,
     Operand,
     Scale,
-    exact,
     quantize,
     quantize_by_largest,
+    sample,
     scale_for,
     transposed,
     why_not_fp8,
@@ -140,7 +141,7 @@ class Numerics(abc.ABC):
     def hidden(self, activation: str, y: jax.Array, **copies: bool) -> Operand:
         """Return the operand of y = a(u); `copies` are those of `HiddenFormat.operand`."""
         stored = self.hidden_format(activation, y.dtype)
-        return self.activation(y, "hidden") if stored is None else stored.operand(y, **copies)
+        return self.activation(y) if stored is None else stored.operand(y, **copies)
 
     def hidden_gradient(self, activation: str, du: jax.Array, dy: Operand | None) -> Operand:
         """Return the operand of du; dy is the operand of the MLP's gradient."""
@@ -153,9 +154,33 @@ class Numerics(abc.ABC):
         """Return factors whose product undoes the scales of both operands."""
         return ()
 
+    def kernel_scale(self, like: jax.Array, headroom: float) -> Scale | None:
+        """Return the scale of a gradient that a kernel stores in e5m2, from the largest |like| of
+        the sampled columns. None: kernels do not store it in FP8."""
+        return None
+
+    def input(self, x: jax.Array, converted: Operand | None) -> Operand:
+        """Return the operand of a layer's input, which a norm may have converted."""
+        return self.count("input", self.activation(x) if converted is None else converted)
+
+    def output_gradient(self, dy: jax.Array) -> Operand:
+        """Return the operand of the gradient of a layer's output."""
+        return self.count("output_gradient", self.gradient(dy))
+
+    def count(self, part: str, operand: Operand) -> Operand:
+        """Count the clipped numbers of an operand for `clipping.shares`. Return the operand."""
+        if self.quantized:
+            clipping.count(part, operand.rows)
+        return operand
+
+    def call(self, operation: str, f: Callable, *args: Any) -> Any:
+        """Call a `jax.custom_vjp` function with these numerics, as `_calls.differentiable`."""
+        f = clipping.counted(operation, f) if self.quantized else f
+        return _calls.differentiable(operation, f, *args)
+
     @abc.abstractmethod
-    def activation(self, x: Any, part: str = "input") -> Operand:
-        """Return the operand of an activation (R, C); an `Operand` is returned unchanged."""
+    def activation(self, x: jax.Array) -> Operand:
+        """Return the operand of an activation (R, C)."""
 
     @abc.abstractmethod
     def weight(self, w: Any, output_major: bool = False) -> Operand:
@@ -191,7 +216,7 @@ class Numerics(abc.ABC):
 
     def gradients(self, x: Operand, w: Operand, dy_NO, *, bias: bool) -> tuple:
         """Return dx in dy's dtype, and dw and db in fp32; db is None without a bias."""
-        dy = self.gradient(dy_NO)
+        dy = self.output_gradient(dy_NO)
         dx_NI = self.input_gradient(dy, w, dy_NO.dtype)
         # The types of the gradients that cuDNN's attention returns do not name the mesh of the
         # gradients: `select` also looks at dx.
@@ -229,8 +254,8 @@ class Plain(Numerics):
         transposes = self.tf32 and dtype == jnp.float32
         return HiddenFormat(dtype, 1.0, dtype, 1.0, dtype, transposes=transposes)
 
-    def activation(self, x, part="input"):
-        return x if isinstance(x, Operand) else Operand(x)
+    def activation(self, x):
+        return Operand(x)
 
     def weight(self, w, output_major=False):
         # Matmuls cast the weight: a cast copy would be saved for the backward pass.
@@ -346,12 +371,9 @@ class Fp8(Numerics):
         # of 1/16. The derivative of relu(u)² is read from the square.
         return HiddenFormat(E4M3, 1.0, None, 1.0, E5M2, k_major=True)
 
-    def activation(self, x, part="input"):
-        if not isinstance(x, Operand):
-            q = quantize(x, self.activation_scale, E4M3, transposed=True)
-            x = Operand(q.rows, q.transposed, factor=self.activation_scale)
-        count(part, x.rows)
-        return x
+    def activation(self, x):
+        q = quantize(x, self.activation_scale, E4M3, transposed=True)
+        return Operand(q.rows, q.transposed, factor=self.activation_scale)
 
     def weight(self, w, output_major=False):
         w = joined(w, jnp.result_type(*jax.tree.leaves(w)))
@@ -365,14 +387,15 @@ class Fp8(Numerics):
 
     def gradient(self, dy):
         if dy.dtype == E5M2:  # the classifier's gradient of the logits
-            q = Operand(dy, transposed(dy), factor=self.gradient_scale)
-        else:
-            # All rows, since the rows of ignored targets may be zero. Reading all columns would
-            # take a third of the time of the conversion.
-            how = {"headroom": self.headroom, "factor": self.activation_scale, "sampled": True}
-            q = quantize_by_largest(dy, E5M2, **how)
-        count("output_gradient", q.rows)
-        return q
+            return Operand(dy, transposed(dy), factor=self.gradient_scale)
+        # All rows, since the rows of ignored targets may be zero. Reading all columns would take a
+        # third of the time of the conversion.
+        how = {"headroom": self.headroom, "factor": self.activation_scale, "sampled": True}
+        return quantize_by_largest(dy, E5M2, **how)
+
+    def kernel_scale(self, like, headroom):
+        scale = scale_for(jnp.abs(sample(like)).max(), E5M2, headroom)
+        return Scale.of(scale, self.activation_scale)
 
     def factors(self, a, b):
         # No launch for the scales in use.
@@ -472,10 +495,3 @@ def split_like(dw_IO: jax.Array, w: Any) -> Any:
     pieces = jnp.split(dw_IO, ends[:-1], axis=1)
     gradients = [piece.astype(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
     return jax.tree.unflatten(structure, gradients)
-
-
-def rows_of(x: Any) -> Any:
-    """Return an array or `Operand` with one axis of rows in place of its leading axes."""
-    y = exact(x)
-    y_NI = y.reshape(math.prod(y.shape[:-1]), y.shape[-1])
-    return dataclasses.replace(x, exact=y_NI) if isinstance(x, Operand) else y_NI

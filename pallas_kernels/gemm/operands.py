@@ -10,6 +10,7 @@ No conversion has a derivative.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -85,14 +86,22 @@ def exact(x: Any) -> Any:
     return x.exact if isinstance(x, Operand) else x
 
 
-def structure(x: Any) -> Operand | None:
-    """Return an `Operand` without arrays if x is an `Operand`, else None, for `cotangent`."""
-    return Operand(factor=x.factor) if isinstance(x, Operand) else None
+def separate(x: Any) -> tuple[Array, Operand | None]:
+    """Return the matrix of an array or `Operand` before rounding, with one axis of rows, and the
+    operand without it, or None."""
+    y = exact(x)
+    operand = dataclasses.replace(x, exact=None) if isinstance(x, Operand) else None
+    return y.reshape(math.prod(y.shape[:-1]), y.shape[-1]), operand
 
 
-def cotangent(dx: Array, like: Operand | None) -> Array | Operand:
-    """Return the cotangent of x: dx, or for an `Operand` dx as the cotangent of `exact`."""
-    return dx if like is None else dataclasses.replace(like, exact=dx)
+def sample(x: Float[Array, "R C"]) -> Float[Array, "..."]:
+    """Return the columns of a gradient from which its scale is computed.
+
+    All rows, since the rows of ignored targets may be zero. Reading all columns would take a third
+    of the time of the conversion.
+    """
+    (r, c) = x.shape
+    return x.reshape(r, c // GROUP, GROUP)[:, :, :SAMPLED] if c % GROUP == 0 else x
 
 
 def largest(dtype: jax.typing.DTypeLike) -> float:
@@ -238,20 +247,19 @@ def quantize_by_largest(
     Args:
         headroom: largest ratio of a number of x to the largest one that was read.
         factor: of `Scale.over_factor`.
-        sampled: whether to read a sample of the columns for the scale, if C is a multiple of
-            `GROUP`.
+        sampled: whether to read only `sample` for the scale.
     """
-    group = GROUP if sampled and x.shape[1] % GROUP == 0 else None
     if _dispatch.select("quantize", arrays=x) == "triton":
         from pallas_kernels.gemm import triton
 
+        group = GROUP if sampled and x.shape[1] % GROUP == 0 else None
         how = {"dtype": jnp.dtype(dtype), "headroom": headroom, "factor": factor, "group": group}
         kernel = functools.partial(triton.quantize_by_largest, sampled=SAMPLED, **how)
         rows, k_major, *scale = _calls.looped("quantize", kernel)(x)
         return Operand(rows, k_major, Scale(*scale))
     if x.dtype == jnp.float32:
         x = jax.lax.reduce_precision(x, 8, 7)
-    sample = x if group is None else x.reshape(len(x), x.shape[1] // group, group)[:, :, :SAMPLED]
-    scale = scale_for(jnp.abs(sample).max(initial=0.0), dtype, headroom)
+    read = sample(x) if sampled else x
+    scale = scale_for(jnp.abs(read).max(initial=0.0), dtype, headroom)
     q = quantize(x, scale, dtype, transposed=True)
     return Operand(q.rows, q.transposed, Scale.of(scale, factor))

@@ -19,9 +19,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels import _calls, _dispatch
+from pallas_kernels import _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels.gemm.clipping import counted
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
@@ -29,10 +28,9 @@ from pallas_kernels.gemm.numerics import (
     joined,
     like,
     numerics_of,
-    rows_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, cotangent, exact, structure
+from pallas_kernels.gemm.operands import Operand, exact, separate
 
 Implementation = Literal["auto", "xla", "reference"]
 
@@ -103,8 +101,7 @@ def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics
     if backend == "reference":
         y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
     else:
-        f = counted(kernel, _linear, numerics.quantized)
-        y_NO = _calls.differentiable(kernel, f, rows_of(given), w, b, numerics)
+        y_NO = numerics.call(kernel, _linear, *separate(given), w, b, numerics)
     return y_NO.reshape(*x.shape[:-1], outputs)
 
 
@@ -115,30 +112,34 @@ def reference(x_NI, w, b_O=None):
     return y_NO if b_O is None else y_NO + b_O.astype(jnp.float32)[None]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _linear(x_NI, w, b_O, numerics: Numerics):
-    return forward(exact(x_NI), w, b_O, numerics.plain)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _linear(x_NI, converted: Operand | None, w, b_O, numerics: Numerics):
+    return forward(x_NI, None, w, b_O, numerics.plain)[0]
 
 
-def forward(x_NI, w, b_O, numerics: Numerics):
-    """Return x w + b in x's dtype, and the operands for `Numerics.gradients`."""
-    x, w = numerics.activation(x_NI), numerics.weight(w)
-    y_NO = numerics.product(x, w, exact(x_NI).dtype, b_O)
+def forward(x_NI, converted, w, b_O, numerics: Numerics):
+    """Return x w + b in x's dtype, and the operands for `Numerics.gradients`.
+
+    Args:
+        converted: the operand of x, if a norm has converted x, or None.
+    """
+    x, w = numerics.input(x_NI, converted), numerics.weight(w)
+    y_NO = numerics.product(x, w, x_NI.dtype, b_O)
     return y_NO, (x.only("k_major"), w.only("rows"))
 
 
-def _forward(x_NI, w, b_O, numerics):
-    y_NO, operands = forward(x_NI, w, b_O, numerics)
-    return y_NO, (operands, like(w), b_O, structure(x_NI))
+def _forward(x_NI, converted, w, b_O, numerics):
+    y_NO, operands = forward(x_NI, converted, w, b_O, numerics)
+    return y_NO, (operands, like(w), b_O)
 
 
 def _backward(numerics, saved, dy_NO):
     # JAX's differentiation rule would multiply an fp32 gradient by bf16 operands at the fp32 rate,
     # and sum the gradient of the bias in bf16.
-    operands, w, b_O, x_like = saved
+    operands, w, b_O = saved
     dx_NI, dw_IO, db_O = numerics.gradients(*operands, dy_NO, bias=b_O is not None)
     db_O = None if b_O is None else db_O.astype(b_O.dtype)
-    return cotangent(dx_NI, x_like), split_like(dw_IO, w), db_O
+    return dx_NI, None, split_like(dw_IO, w), db_O
 
 
 _linear.defvjp(_forward, _backward)

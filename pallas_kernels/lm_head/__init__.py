@@ -45,7 +45,6 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels.classifier import Loss, SigmoidCap, checked, classify, constant
 from pallas_kernels.classifier import reference as classifier_reference
-from pallas_kernels.gemm.clipping import counted
 from pallas_kernels.gemm.numerics import HEAD, Numerics, NumericsFacts, numerics_of
 from pallas_kernels.gemm.operands import Operand
 
@@ -149,12 +148,11 @@ def linear_cross_entropy(
     if backend == "xla":
         f, chunk = _in_xla, chunk or n
     else:
-        f, chunk = counted("linear_cross_entropy", _fused, numerics.quantized), chunk or _even(n)
+        f, chunk = _fused, chunk or _even(n)
         # In fp16, g x may underflow.
         if chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
-    options = Options(chunk, numerics, loss)
-    return _calls.differentiable("linear_cross_entropy", f, options, *arrays)
+    return numerics.call("linear_cross_entropy", f, Options(chunk, numerics, loss), *arrays)
 
 
 def reference(x_NC, w_VC, targets_N, **options):
@@ -178,10 +176,10 @@ class Options:
 
     def gradients(self, w: Operand, weights_M, x_KC, targets):
         """Return losses_K and dx_KC, and the chunk's part of dW_VC in fp32."""
-        numerics, x = self.numerics, self.numerics.activation(x_KC)
+        numerics, x = self.numerics, self.numerics.input(x_KC, None)
         logits_KV, scale = numerics.matmul(x, w, x_KC.dtype), numerics.gradient_scale
         losses_K, dlogits_KV = classify(self.loss, logits_KV, targets, weights_M, scale=scale)
-        dlogits = numerics.gradient(dlogits_KV)
+        dlogits = numerics.output_gradient(dlogits_KV)
         dx_KC = numerics.input_gradient(dlogits, w, x_KC.dtype)
         return (losses_K, dx_KC), self.dw(dlogits, x)
 

@@ -51,7 +51,6 @@ from pallas_kernels.gemm.numerics import (
     NumericsFacts,
     Plain,
     numerics_of,
-    rows_of,
 )
 from pallas_kernels.gemm.operands import Operand, exact, largest, transposed
 
@@ -218,8 +217,12 @@ def _norm(options, *arrays):
     return _operand(options, y) if options.numerics.quantized else y, total
 
 
+def _rows(y):
+    return y.reshape(-1, y.shape[-1])
+
+
 def _operand(options, y) -> Operand:
-    return dataclasses.replace(options.numerics.activation(rows_of(y)), exact=y)
+    return dataclasses.replace(options.numerics.activation(_rows(y)), exact=y)
 
 
 def _norm_forward(options, *primals):
@@ -227,7 +230,7 @@ def _norm_forward(options, *primals):
     y, total, stats = run("forward", options, *arrays)
     factor = options.stored[1]
     if factor is not None:
-        y_16, rows = (y.astype(jnp.float32) / factor).astype(options.out_dtype), rows_of(y)
+        y_16, rows = (y.astype(jnp.float32) / factor).astype(options.out_dtype), _rows(y)
         y = Operand(rows, transposed(rows), exact=y_16, factor=factor)
     elif options.numerics.quantized:
         y = _operand(options, y)
