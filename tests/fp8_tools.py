@@ -4,6 +4,9 @@ import re
 from typing import NamedTuple
 
 import jax
+import numpy as np
+
+from pallas_kernels.gemm import largest
 
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%?[\w.\-]+ \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (\S.*)$")
@@ -14,6 +17,17 @@ _TARGET = re.compile(r'custom_call_target="(__cublas[^"]*)"')
 
 # XLA's default on a GPU, which tests/conftest.py changes.
 XLAS_DEFAULT = {"xla_gpu_enable_triton_gemm": True}
+
+
+def fake(x, scale, dtype):
+    """Round x · scale to FP8, and return it over the scale, in fp64."""
+    q = np.clip(np.asarray(x, np.float64) * scale, -largest(dtype), largest(dtype))
+    return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
+
+
+def power_of_two(x, dtype) -> float:
+    """Return the largest scale with which no number of x is clipped."""
+    return float(2.0 ** np.floor(np.log2(largest(dtype) / np.abs(x).max())))
 
 
 class Matmul(NamedTuple):

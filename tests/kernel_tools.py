@@ -171,6 +171,14 @@ def triton_on_cpu(monkeypatch):
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
 
 
+@pytest.fixture(params=["xla", "triton"])
+def backend(request):
+    """Each of both back ends on the CPU."""
+    if request.param == "triton":
+        request.getfixturevalue("triton_on_cpu")
+    return request.param
+
+
 # ---------------------------------------------------------------------------------- Mosaic on a CPU
 
 

@@ -28,13 +28,6 @@ from pallas_kernels.gemm import (
 FORMATS = [E4M3, E5M2]
 
 
-@pytest.fixture(params=["xla", "triton"])
-def backend(request):
-    if request.param == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    return request.param
-
-
 def values(shape, dtype, seed=0):
     """Numbers of every size that FP8 distinguishes, and beyond both ends."""
     rng = np.random.default_rng(seed)
@@ -48,23 +41,27 @@ def rounded(x, scale, dtype):
     return np.clip(exact, -largest(dtype), largest(dtype)).astype(dtype)
 
 
-def check_quantize(backend, shape, x_dtype, dtype, scale=4.0, **copies):
+def assert_bits(found, expected):
+    assert found.dtype == expected.dtype
+    np.testing.assert_array_equal(
+        *(np.ascontiguousarray(x).view(np.uint8) for x in (found, expected))
+    )
+
+
+def check_quantize(backend, shape, x_dtype, dtype, scale=4.0, rows=True, transposed=False):
     x = values(shape, x_dtype)
-    f = functools.partial(quantize, dtype=dtype, implementation=backend, **copies)
-    out = jax.jit(f)(x, scale)
+    copies = {"rows": rows, "transposed": transposed}
+    out = jax.jit(functools.partial(quantize, dtype=dtype, implementation=backend, **copies))(
+        x, scale
+    )
     expected = rounded(x, scale, dtype)
-    if copies.get("rows", True):
-        assert out.rows.dtype == dtype
-        np.testing.assert_array_equal(np.asarray(out.rows).view(np.uint8), expected.view(np.uint8))
-    else:
-        assert out.rows is None
-    if copies.get("transposed"):
-        turned = np.ascontiguousarray(expected.T)
-        np.testing.assert_array_equal(
-            np.asarray(out.transposed).view(np.uint8), turned.view(np.uint8)
-        )
-    else:
-        assert out.transposed is None
+    for wanted, found, copy in (
+        (rows, out.rows, expected),
+        (transposed, out.transposed, expected.T),
+    ):
+        assert (found is not None) == wanted
+        if wanted:
+            assert_bits(found, copy)
     assert out.amax == np.abs(np.asarray(x, np.float32)).max()
 
 
@@ -145,7 +142,7 @@ def test_stochastic_rounding():
     every = np.arange(256, dtype=np.uint8).view(E5M2)
     finite = every[np.isfinite(every.astype(np.float32))]
     same = stochastic_e5m2(jnp.asarray(finite.astype(np.float32)))
-    np.testing.assert_array_equal(np.asarray(same).view(np.uint8), finite.view(np.uint8))
+    assert_bits(same, finite)
     assert np.isnan(np.asarray(stochastic_e5m2(jnp.float32(np.nan))).astype(np.float32))
     # One of the two neighbours, with the right mean: normal and subnormal numbers.
     rng = np.random.default_rng(0)
@@ -284,11 +281,7 @@ def test_compiled_code(copies):
 @pytest.mark.parametrize("shape", [(130, 260), (7, 3)], ids=str)
 def test_transposed(triton_on_cpu, shape):
     q = values(shape, jnp.float32).astype(E5M2)
-    found = jax.jit(transposed)(q)
-    assert found.dtype == E5M2
-    np.testing.assert_array_equal(
-        np.asarray(found).view(np.uint8), np.ascontiguousarray(np.asarray(q).T).view(np.uint8)
-    )
+    assert_bits(jax.jit(transposed)(q), np.asarray(q).T)
 
 
 def test_compiled_transpose(monkeypatch):

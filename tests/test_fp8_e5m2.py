@@ -35,6 +35,7 @@ def numbers():
 
 
 def test_the_ptx_computes_the_definition():
+    """Its mean error is zero: test_fp8.py::test_stochastic_rounding."""
     x = numbers()
     for order in (x, x.reshape(4, -1).T.ravel()):  # every place in a group of four
         np.testing.assert_array_equal(rounded(order), expected(order))
@@ -49,17 +50,6 @@ def test_nan_remains_nan_without_noise():
     magnitude = np.abs(rounded(x, mask=0).view(E5M2).astype(np.float32))
     half = np.abs(x).clip(0, largest(E5M2)).astype(np.float16)
     assert (magnitude <= half).all()
-
-
-def test_the_mean_error_is_zero():
-    rng = np.random.default_rng(0)
-    for low, high in ((1.0, 1.25), (-3.5, -3.0), (2.0**-15, 1.5 * 2.0**-15)):
-        for x in low + (high - low) * np.array([0.1, 0.5, 0.8]):
-            near = np.float32(x * (1 + 1e-3 * rng.uniform(-1, 1, 10_000)))
-            found = rounded(near).view(E5M2).astype(np.float32)
-            assert {*found.tolist()} <= {low, high}
-            # Four standard deviations of the mean of independent roundings.
-            assert abs(found.mean() - near.mean()) < 4 * 0.5 * (high - low) / 100
 
 
 @pytest.mark.parametrize(

@@ -8,173 +8,129 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fp8_tools import XLAS_DEFAULT, assert_fp8, matmuls
+from fp8_tools import XLAS_DEFAULT, assert_fp8, fake, matmuls, power_of_two
 from kernel_tools import h200, triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
-from pallas_kernels import (
-    _dispatch,
-    linear,
-    linear_relu_squared,
-    mlp,
-    projected_attention,
-    rms_norm,
-    swiglu,
-)
+from pallas_kernels import _dispatch, linear, linear_relu_squared, mlp, projected_attention, swiglu
 from pallas_kernels.feed_forward import activated_mlp, triton
 from pallas_kernels.gated_mlp import triton as gated_mlp_triton
-from pallas_kernels.gemm import E4M3, E5M2, Fp8, largest
+from pallas_kernels.gemm import E4M3, E5M2, Fp8
 
 FP8 = Fp8()
-ACTIVATION_SCALE, GRADIENT_HEADROOM, DERIVATIVE_SCALE = FP8.activation_scale, FP8.headroom, 256.0
-HIDDEN_SCALE = 1.0
 N, C, F = 48, 32, 80  # 80: no multiple of a tile
 GELU = 2 * (2 / np.pi) ** 0.5
 
 
-def arrays(rows, inputs, outputs, dtype=jnp.bfloat16):
-    """x, w, b, w2, and dy like x."""
+# Each activation in fp64: a(u), which `e4m3` rounds, and the function from its gradient to du.
+
+
+def gelu(u, e4m3):
+    # Not 1/(1 + exp(-2z)): exp overflows at u = -20, and a warning fails a test.
+    sigma = (1 + np.tanh(GELU / 2 * (u + 0.044715 * u**3))) / 2
+    slope = e4m3(sigma + u * sigma * (1 - sigma) * GELU * (1 + 3 * 0.044715 * u**2), 256.0)
+    return e4m3(u * sigma, FP8.activation_scale), lambda dh: dh * slope
+
+
+def relu_squared(u, e4m3):
+    y = e4m3(np.maximum(u, 0) ** 2, 1.0)
+    return y, lambda dh: dh * 2 * np.sqrt(y)
+
+
+def silu(gu, e4m3):
+    g, u = np.split(gu, 2, axis=1)
+    s = 1 / (1 + np.exp(-g))
+    both = lambda dh: np.concatenate([dh * u * s * (1 + g * (1 - s)), dh * g * s], 1)
+    return e4m3(g * s * u, 1.0), both
+
+
+def exact(activation, x, ws, b, w2, dy, rounded, backend):
+    """Return y, dx, dws, db and dw2 in fp64, of a(x w + b) w2 or x w + b.
+
+    Args:
+        rounded: whether operands are rounded to FP8.
+    """
+    scale = power_of_two(dy * FP8.headroom, E5M2)
+    e4m3 = lambda x, scale: fake(x, scale, E4M3) if rounded else x
+    e5m2 = lambda x: fake(x, scale, E5M2) if rounded else x
+
+    def weight(w):
+        bf16 = np.asarray(w, np.float32).astype(jnp.bfloat16).astype(np.float64)
+        return fake(bf16, power_of_two(bf16, E4M3), E4M3) if rounded else w
+
+    ends = np.cumsum([w.shape[1] for w in ws])[:-1]
+    x, w = e4m3(x, FP8.activation_scale), weight(np.concatenate(ws, 1))
+    u, dw2 = x @ w + b, []
+    du, db, dy = dy, dy.sum(0), e5m2(dy)
+    if activation is not None:
+        w2 = weight(w2)
+        h, pull = activation(u, e4m3)
+        du, dw2 = pull(dy @ w2.T), [h.T @ dy]
+        db = (e5m2(du) if backend == "mosaic" else du).sum(0)
+        u = h @ w2
+    du = e5m2(du)
+    return u, du @ w.T, *np.split(x.T @ du, ends, axis=1), db, *dw2
+
+
+# The function of x, weights and bias, its activation in fp64, and its error: at most that of
+# rounding the operands, and of what differs from the rounded ones, a part of it. That is bf16's
+# rounding (of the matmul's result before the bias is added, unless cuBLASLt adds the bias), sums of
+# 14 bits, and numbers next to a tie. On a CPU it is 0.06 of the error for a linear layer and 0.2 to
+# 0.3 for the MLP, which rounds GELU's output after bf16's rounding.
+squared = functools.partial(activated_mlp, activation="relu_squared", output_major=True)
+LAYERS = {
+    "linear": (lambda x, w, b, w2, **how: linear(x, w, b, **how), None, 0.5),
+    "mlp": (mlp, gelu, 0.5),
+    "swiglu": (lambda x, g, u, b, w2, **how: swiglu(x, g, u, w2, **how), silu, 0.6),
+    "relu_squared": (
+        lambda x, w, b, w2, **how: squared(x, w.T, None, w2, **how), relu_squared, 0.6
+    ),
+}  # fmt: skip
+
+
+BIASED = ("linear", "mlp")
+
+
+def arrays(name, rows, inputs, outputs):
+    """Return dy, x, weights, b and w2."""
     rng = np.random.default_rng(0)
     draw = lambda size, *shape: jnp.asarray(rng.standard_normal(shape) * size, jnp.float32)
-    x, w, w2 = draw(1, rows, inputs), draw(0.3, inputs, outputs), draw(0.3, outputs, inputs)
-    return x.astype(dtype), w, draw(0.5, outputs), w2, draw(1e-5, rows, inputs).astype(dtype)
+    # Without a bias, the sizes of the results do not change with the width.
+    sizes = (0.3, 0.3) if name in BIASED else (1.5 * inputs**-0.5, 1.5 * outputs**-0.5)
+    ws = [draw(sizes[0], inputs, outputs) for _ in range(2 if name == "swiglu" else 1)]
+    b, w2 = draw(0.5, outputs * len(ws)), draw(sizes[1], outputs, inputs)
+    dy = draw(1.0, rows, outputs) if name == "linear" else draw(1e-5, rows, inputs)
+    return dy.astype(jnp.bfloat16), draw(1, rows, inputs).astype(jnp.bfloat16), *ws, b, w2
 
 
 def fp64(*args):
     return [np.asarray(a, np.float64) for a in args]
 
 
-def fake(x, scale, dtype):
-    q = np.clip(np.asarray(x, np.float64) * scale, -largest(dtype), largest(dtype))
-    return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
-
-
-def power_of_two(x, dtype):
-    return 2.0 ** np.floor(np.log2(largest(dtype) / np.abs(x).max()))
-
-
-def own_scale(x, dtype, headroom=1):
-    return fake(x, power_of_two(x * headroom, dtype), dtype)
-
-
-def weight(w):
-    """A weight in e4m3, which is rounded to bf16 first."""
-    return own_scale(np.asarray(w, np.float32).astype(jnp.bfloat16).astype(np.float64), E4M3)
-
-
-def gelu(u):
-    """GELU and its derivative."""
-    # Not 1/(1 + exp(-2z)): exp overflows at u = -20, and a warning fails a test.
-    sigma = (1 + np.tanh(GELU / 2 * (u + 0.044715 * u**3))) / 2
-    return u * sigma, sigma + u * sigma * (1 - sigma) * GELU * (1 + 3 * 0.044715 * u**2)
-
-
-def exact_linear(x, w, b, dy, rounded, backend):
-    """y, dx, dw and db in fp64."""
-    db = dy.sum(0)
-    if rounded:
-        x, w = fake(x, ACTIVATION_SCALE, E4M3), weight(w)
-        dy = own_scale(dy, E5M2, GRADIENT_HEADROOM)
-    return x @ w + b, dy @ w.T, x.T @ dy, db
-
-
-def exact_mlp(x, w, b, w2, dy, rounded, backend):
-    """y, dx, dw, db and dw2 in fp64; db is the sum of du before or after it is rounded."""
-    scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
-    if rounded:
-        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
-        dy = fake(dy, scale, E5M2)
-    y, slope = gelu(x @ w + b)
-    if rounded:
-        y, slope = fake(y, ACTIVATION_SCALE, E4M3), fake(slope, DERIVATIVE_SCALE, E4M3)
-    du = dy @ w2.T * slope
-    db = du.sum(0)
-    if rounded:
-        du = fake(du, scale, E5M2)
-        db = du.sum(0) if backend == "mosaic" else db
-    return y @ w2, du @ w.T, x.T @ du, db, y.T @ dy
-
-
-def exact_swiglu(x, w_gate, w_up, w_down, dy, rounded, backend):
-    """y, dx, dw_gate, dw_up and dw_down in fp64."""
-    scale, f = power_of_two(dy * GRADIENT_HEADROOM, E5M2), w_gate.shape[1]
-    w = np.concatenate([w_gate, w_up], 1)
-    if rounded:
-        x, w, w_down = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w_down)
-        dy = fake(dy, scale, E5M2)
-    g, u = np.split(x @ w, 2, axis=1)
-    sigma = 1 / (1 + np.exp(-g))
-    h, dh = g * sigma * u, dy @ w_down.T
-    dgu = np.concatenate([dh * u * sigma * (1 + g * (1 - sigma)), dh * g * sigma], 1)
-    if rounded:
-        h, dgu = fake(h, HIDDEN_SCALE, E4M3), fake(dgu, scale, E5M2)
-    dw = x.T @ dgu
-    return h @ w_down, dgu @ w.T, dw[:, :f], dw[:, f:], h.T @ dy
-
-
-def exact_relu_squared(x, w, w2, dy, rounded, backend):
-    """y, dx, dw and dw2 in fp64."""
-    scale = power_of_two(dy * GRADIENT_HEADROOM, E5M2)
-    if rounded:
-        x, w, w2 = fake(x, ACTIVATION_SCALE, E4M3), weight(w), weight(w2)
-        dy = fake(dy, scale, E5M2)
-    r = np.maximum(x @ w, 0)
-    y = fake(r**2, HIDDEN_SCALE, E4M3) if rounded else r**2
-    du = dy @ w2.T * 2 * (y**0.5 if rounded else r)
-    du = fake(du, scale, E5M2) if rounded else du
-    return y @ w2, du @ w.T, x.T @ du, y.T @ dy
-
-
-def relu_squared(x, w, w2, implementation):
-    how = {"activation": "relu_squared", "implementation": implementation, "output_major": True}
-    how["numerics"] = "fp8"
-    return activated_mlp(x, w.T, None, w2, **how)
-
-
-# The function, its results in fp64, their names, and their error: at most that of rounding the
-# operands, and of what differs from the rounded ones, a part of it. That is bf16's rounding (of the
-# matmul's result before the bias is added, unless cuBLASLt adds the bias), sums of 14 bits, and
-# numbers next to a tie. On a CPU it is 0.06 of the error for a linear layer and 0.2 to 0.3 for the
-# MLP, which rounds GELU's output after bf16's rounding.
-LAYERS = {
-    "linear": (
-        lambda x, w, b, implementation: linear(x, w, b, numerics="fp8"),
-        exact_linear, ("y", "dx", "dw", "db"), 0.5,
-    ),
-    "mlp": (functools.partial(mlp, numerics="fp8"), exact_mlp, ("y", "dx", "dw", "db", "dw2"), 0.5),
-    "swiglu": (
-        functools.partial(swiglu, numerics="fp8"),
-        exact_swiglu, ("y", "dx", "dw_gate", "dw_up", "dw_down"), 0.6,
-    ),
-    "relu_squared": (relu_squared, exact_relu_squared, ("y", "dx", "dw", "dw2"), 0.6),
-}  # fmt: skip
-
-
 def check(name, backend, sizes, options=None):
     """Fail unless each result is near the exact result of the rounded operands. Return the
     executable of y and all gradients."""
-    f, exact, names, share = LAYERS[name]
-    x, w, b, w2, dy = arrays(*sizes)
-    rng = np.random.default_rng(1)
-    if name == "linear":
-        dy = jnp.asarray(rng.standard_normal((x.shape[0], w.shape[1])), x.dtype)
-    args = {"linear": (x, w, b), "mlp": (x, w, b, w2)}.get(name)
-    if args is None:  # without a bias, and with weights of a size that the width does not change
-        shapes = [(sizes[1], sizes[2])] * (2 if name == "swiglu" else 1) + [(sizes[2], sizes[1])]
-        draw = lambda s: jnp.asarray(rng.standard_normal(s) * 1.5 / s[0] ** 0.5, jnp.float32)
-        args = (x, *map(draw, shapes))
+    f, activation, share = LAYERS[name]
+    dy, x, *ws, b, w2 = args = arrays(name, *sizes)
 
     def run(dy, *args):
-        y, pull = jax.vjp(functools.partial(f, implementation=backend), *args)
+        y, pull = jax.vjp(functools.partial(f, numerics="fp8", implementation=backend), *args)
         return y, *pull(dy)
 
-    compiled = jax.jit(run).lower(dy, *args).compile(compiler_options=options)
-    found = compiled(dy, *args)
+    compiled = jax.jit(run).lower(*args).compile(compiler_options=options)
+    found = compiled(*args)
     assert found[0].dtype == found[1].dtype == x.dtype and found[2].dtype == jnp.float32
-    theirs, exact = (exact(*fp64(*args, dy), rounded, backend) for rounded in (True, False))
-    for label, *results in zip(names, found, theirs, exact, strict=True):
+    dy, x, *ws, b, w2 = fp64(*args)
+    b = b if name in BIASED else 0
+    theirs, truths = (
+        exact(activation, x, ws, b, w2, dy, rounded, backend) for rounded in (True, False)
+    )
+    labels = "y", "dx", *["dw"] * len(ws), "db", "dw2"
+    for label, *results in zip(labels, found, theirs, truths, strict=name != "linear"):
         ours, rounded, truth = fp64(*results)
+        if label == "db" and name not in BIASED:
+            continue
         if (name, label) == ("linear", "db"):
             # A sum of bf16 numbers in fp32: nothing is rounded to FP8.
             np.testing.assert_allclose(ours, truth, rtol=1e-3, atol=1e-4)
@@ -187,48 +143,35 @@ def check(name, backend, sizes, options=None):
 
 
 @pytest.mark.parametrize(
-    "name, sizes",
+    "name, backend, sizes",
     [
-        ("linear", (N, C, F)),
-        ("mlp", (N, C, 64)),
-        ("mlp", (16, 768, 64)),  # large u
-        ("swiglu", (N, C, F)),
-        ("relu_squared", (N, C, F)),
+        ("linear", "xla", (N, C, F)),
+        ("mlp", "xla", (N, C, 64)),
+        ("mlp", "xla", (16, 768, 64)),  # large u
+        ("swiglu", "xla", (N, C, F)),
+        ("relu_squared", "xla", (N, C, F)),
+        ("mlp", "triton", (80, C, 136)),  # the last tile is partly out of bounds
+        ("swiglu", "triton", (N, C, F)),
+        ("relu_squared", "triton", (80, C, F)),
     ],
 )
-def test_in_xla(name, sizes):
-    check(name, "xla", sizes)
+def test_output_and_gradients(triton_on_cpu, name, backend, sizes):
+    check(name, backend, sizes)
 
 
-# 80 rows: the last tile is partly out of bounds.
-@pytest.mark.parametrize(
-    "name, sizes", [("mlp", (80, C, 136)), ("swiglu", (N, C, F)), ("relu_squared", (80, C, F))]
-)
-def test_in_kernels(triton_on_cpu, name, sizes):
-    check(name, "triton", sizes)
-
-
-def test_a_call_without_a_gradient_is_not_rounded():
-    x, w, b, w2, _ = arrays(N, C, F)
-    for f, args in ((linear, (x, w, b)), (mlp, (x, w, b, w2)), (swiglu, (x, w, w, w2))):
-        np.testing.assert_array_equal(f(*args, numerics="fp8"), f(*args))
-        assert (jax.vjp(functools.partial(f, numerics="fp8"), *args)[0] != f(*args)).any()
-    how = {"activation": "relu_squared", "numerics": "fp8"}
-    y = activated_mlp(x, w, None, w2, **how)
-    np.testing.assert_array_equal(y, linear_relu_squared(x, w) @ w2.astype(x.dtype))
-    np.testing.assert_array_equal(activated_mlp(x, w.T, None, w2, output_major=True, **how), y)
+# ----------------------------------------------------------------- calls without a gradient
 
 
 def normal(*shapes):
     return [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
 
 
-PLAIN_CALLS = {
+CALLS = {
     "linear": (linear, (4, 16), (16, 32), (32,)),
     "mlp": (mlp, (4, 16), (16, 32), (32,), (32, 16)),
     "swiglu": (swiglu, (4, 16), (16, 32), (16, 32), (32, 16)),
     "relu_squared": (
-        functools.partial(activated_mlp, activation="relu_squared", numerics="fp8"),
+        functools.partial(activated_mlp, activation="relu_squared"),
         *((4, 16), (16, 32), (32,), (32, 16)),
     ),
     "projected_attention": (
@@ -238,29 +181,36 @@ PLAIN_CALLS = {
 }
 
 
-@pytest.mark.parametrize("name", PLAIN_CALLS)
-def test_a_call_without_a_gradient_has_the_precision_of_the_call(name):
-    f, *shapes = PLAIN_CALLS[name]
-    f = f if name == "relu_squared" else functools.partial(f, numerics="fp8")
-    jaxpr = jax.make_jaxpr(functools.partial(f, precision="highest"))(*normal(*shapes))
-    text = str(jaxpr)
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_without_a_gradient(name, monkeypatch):
+    """It is not rounded, and has the precision and the back end of the call. The choice of the back
+    end depends on all arrays: the compiler may shard x and not the weights."""
+    (f, *shapes), seen, asked, select = CALLS[name], [], [], _dispatch.select
+    args, call = normal(*shapes), functools.partial(f, numerics="fp8")
+    np.testing.assert_array_equal(call(*args), f(*args))
+    assert (jax.vjp(call, *args)[0] != f(*args)).any()
+    text = str(jax.make_jaxpr(functools.partial(call, precision="highest"))(*args))
     assert text.count("dot_general[") == text.count("precision=(Precision.HIGHEST") > 0
-
-
-@pytest.mark.parametrize("name", ["mlp", "swiglu", "relu_squared"])
-def test_a_call_without_a_gradient_uses_the_named_back_end(name, monkeypatch):
-    asked, select = [], _dispatch.select
 
     def watched(operation, implementation="auto", **facts):
         asked.append((operation, implementation))
         return select(operation, implementation, **facts)
 
     monkeypatch.setattr(_dispatch, "select", watched)
-    f, *shapes = PLAIN_CALLS[name]
-    f = f if name == "relu_squared" else functools.partial(f, numerics="fp8")
-    f(*normal(*shapes), implementation="xla")
-    chosen = {implementation for operation, implementation in asked if operation != "linear"}
-    assert chosen == {"xla"}
+    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: seen.append(arrays) or False)
+    call(*args, implementation="xla")
+    assert len(jax.tree.leaves(seen[0])) == len(args)
+    if name != "projected_attention":  # the projection has its own choice
+        others = {name for operation, name in asked if operation != "linear"}
+        assert others == ({"xla"} if name != "linear" else set())
+
+
+def test_output_major_without_a_gradient():
+    x, w, w2 = normal((4, 16), (16, 32), (32, 16))
+    x, how = x.astype(jnp.bfloat16), {"activation": "relu_squared", "numerics": "fp8"}
+    y = activated_mlp(x, w, None, w2, **how)
+    np.testing.assert_array_equal(y, linear_relu_squared(x, w) @ w2.astype(x.dtype))
+    np.testing.assert_array_equal(activated_mlp(x, w.T, None, w2, output_major=True, **how), y)
 
 
 def test_mosaic_without_a_gradient():
@@ -272,17 +222,8 @@ def test_mosaic_without_a_gradient():
         jax.jit(jax.grad(loss)).trace(*args)
 
 
-def test_the_choice_depends_on_all_arrays(monkeypatch):
-    """The compiler may shard x and not the weights."""
-    seen = []
-    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: seen.append(arrays) or False)
-    args = normal((4, 16), (16, 32), (32,), (32, 16))
-    mlp(*args, numerics="fp8", implementation="xla")
-    assert len(jax.tree.leaves(seen[0])) == len(args)
-
-
 def test_several_matrices_side_by_side():
-    x, w, *_ = arrays(N, C, 64)
+    _, x, w, *_ = arrays("linear", N, C, 64)
     f = functools.partial(linear, numerics="fp8")
     parts = (w[:, :24], w[:, 24:])
     y, pull = jax.vjp(lambda x, w: f(x, w), x, w)
@@ -296,7 +237,7 @@ def test_several_matrices_side_by_side():
 
 def test_projected_attention():
     """Its projection is `linear`."""
-    x, w, b, *_ = arrays(32, 16, 48)
+    _, x, w, b, _ = arrays("linear", 32, 16, 48)
     x = x.reshape(2, 16, 16)
     call = lambda **how: jax.vjp(lambda *a: projected_attention(*a, heads=2, **how), x, w, b)
     y, pull = call(numerics="fp8")
@@ -309,7 +250,7 @@ def test_projected_attention():
 
 def test_gradients_of_any_size():
     """The scale of a gradient follows it: 2⁻⁴⁰ times the gradient has the same bits."""
-    x, w, *_ = arrays(N, C, 64)
+    _, x, w, *_ = arrays("linear", N, C, 64)
     y, pull = jax.vjp(functools.partial(linear, numerics="fp8"), x, w)
     for a, b in zip(pull(y * 2.0**-40), pull(y), strict=True):
         np.testing.assert_array_equal(a * 2.0**40, b)
@@ -326,38 +267,11 @@ def test_the_scale_of_a_gradient_is_from_some_columns_of_every_row():
     assert q.rows.astype(jnp.float32)[1, 100] / q.scale.value == 224
 
 
-def with_gradients(f, dy, *args):
-    @jax.jit
-    def both(dy, *args):
-        y, pull = jax.vjp(f, *args)
-        return y, *pull(dy)
-
-    return both(dy, *args)
-
-
-def test_a_projection_reads_the_rows_of_a_norm():
-    """As a projection that converts the rows itself."""
-    x, w, *_, dy = arrays(N, C, F)
-    dy = jnp.tile(dy, 3)[:, :F]
-
-    def call(w, x, fused):
-        rows = rms_norm(x, numerics="fp8" if fused else None, out_dtype=jnp.float32)
-        return linear(rows, (w[:, :30], w[:, 30:]), numerics="fp8")
-
-    expected, found = (
-        with_gradients(functools.partial(call, fused=fused), dy.astype(jnp.float32), w, x)
-        for fused in (False, True)
-    )
-    for a, b in zip(found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6 * float(jnp.abs(b).max()))
-
-
-def test_refusals():
-    x, w, _, w2, _ = arrays(N, C, F)
-    with pytest.raises(ValueError, match="swiglu: implementation 'reference' has no fp8 matmuls"):
-        swiglu(x, w, w, w2, numerics="fp8", implementation="reference")
-    with pytest.raises(ValueError, match="rms_norm: implementation 'reference' has no fp8 matmuls"):
-        rms_norm(x, numerics="fp8", implementation="reference")
+@pytest.mark.parametrize("f", [swiglu, mlp, linear])
+def test_refusals(f):
+    _, *shapes = CALLS[f.__name__]
+    with pytest.raises(ValueError, match="implementation 'reference' has no fp8 matmuls"):
+        f(*normal(*shapes), numerics="fp8", implementation="reference")
 
 
 def test_compiled_kernels():

@@ -27,13 +27,6 @@ def check(x, dtype, sampled, expected_scale):
         np.testing.assert_array_equal(*bits)
 
 
-@pytest.fixture(params=["xla", "triton"])
-def backend(request):
-    if request.param == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    return request.param
-
-
 @pytest.mark.parametrize(
     "shape, dtype, largest",
     [

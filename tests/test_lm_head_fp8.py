@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fp8_tools import fake, power_of_two
 from kernel_tools import triton_kernels
 from reference.torch_gpt2 import assert_within_twice, rms
 from rule_tools import in_fp64
@@ -16,7 +17,6 @@ from pallas_kernels.gemm import (
     E4M3,
     E5M2,
     HEAD,
-    largest,
     quantize,
     scaled_matmul,
     stochastic_e5m2,
@@ -36,13 +36,7 @@ def inputs(seed=0, dtype=jnp.bfloat16):
 
 
 def scale_of(w) -> float:
-    return float(2.0 ** np.floor(np.log2(448 / np.abs(w).max())))
-
-
-def fake(x, scale, dtype):
-    """Round to FP8, in fp64."""
-    q = np.clip(np.asarray(x, np.float64) * scale, -largest(dtype), largest(dtype))
-    return q.astype(np.float32).astype(dtype).astype(np.float64) / scale
+    return power_of_two(w, E4M3)
 
 
 def exact(x, w, targets, softcap=None, w_scale=None):

@@ -60,7 +60,7 @@ from pallas_kernels.gemm.numerics import (
     numerics_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, exact, separate
+from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
 from pallas_kernels.gemm.sums import sum_rows
 from pallas_kernels.linear import checked_linear
 
@@ -457,13 +457,7 @@ def _check(name, x, w, b):
             f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
             f"{None if b is None else b.shape}"
         )
-    if x.dtype not in _dispatch.DTYPES or any(
-        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (w, b)
-    ):
-        raise ValueError(
-            f"{name}: expected x in float32, bfloat16 or float16, w and b in x's dtype or float32, "
-            f"got {x.dtype}, {w.dtype}, {None if b is None else b.dtype}"
-        )
+    check_dtypes(name, x, "w and b", w, b)
 
 
 # ----------------------------------------------------------------------------------------- examples

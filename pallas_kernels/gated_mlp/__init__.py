@@ -44,7 +44,7 @@ from pallas_kernels.gemm.numerics import (
     numerics_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, exact, separate
+from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
@@ -180,8 +180,6 @@ def hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics
 
 
 def _check(x, w_gate, w_up, w_down):
-    arrays = (x, w_gate, w_up, w_down)
-    shapes = ", ".join(str(a.shape) for a in arrays)
     if not (
         x.ndim >= 1
         and w_gate.ndim == w_down.ndim == 2
@@ -189,15 +187,9 @@ def _check(x, w_gate, w_up, w_down):
     ):
         raise ValueError(
             "swiglu: expected x (..., I), w_gate (I, F), w_up (I, F) and w_down (F, C), got "
-            f"{shapes}"
+            f"{', '.join(str(a.shape) for a in (x, w_gate, w_up, w_down))}"
         )
-    if x.dtype not in _dispatch.DTYPES or any(
-        a.dtype not in (x.dtype, jnp.float32) for a in arrays
-    ):
-        raise ValueError(
-            "swiglu: expected x in float32, bfloat16 or float16, w_gate, w_up and w_down in x's "
-            f"dtype or float32, got {', '.join(str(a.dtype) for a in arrays)}"
-        )
+    check_dtypes("swiglu", x, "w_gate, w_up and w_down", w_gate, w_up, w_down)
 
 
 # ----------------------------------------------------------------------------------------- examples

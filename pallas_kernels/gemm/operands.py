@@ -104,6 +104,16 @@ def sample(x: Float[Array, "R C"]) -> Float[Array, "..."]:
     return x.reshape(r, c // GROUP, GROUP)[:, :, :SAMPLED] if c % GROUP == 0 else x
 
 
+def check_dtypes(operation: str, x: Array, names: str, *parameters: Any) -> None:
+    """Refuse x in other dtypes than `DTYPES`, and parameters in neither x's dtype nor fp32."""
+    dtypes = [parameter.dtype for parameter in jax.tree.leaves(parameters)]
+    if x.dtype not in _dispatch.DTYPES or not {*dtypes} <= {x.dtype, jnp.dtype(jnp.float32)}:
+        raise ValueError(
+            f"{operation}: expected x in float32, bfloat16 or float16, {names} in x's dtype or "
+            f"float32, got {', '.join(map(str, (x.dtype, *dtypes)))}"
+        )
+
+
 def largest(dtype: jax.typing.DTypeLike) -> float:
     """Return the largest finite number of an FP8 format: 448 or 57,344."""
     return float(jnp.finfo(dtype).max)

@@ -41,9 +41,9 @@ def sum_rows(x_NO, *others):
     # 4096×2304 over only 18 thread blocks, which take 41 µs on an H200.
     backend = _dispatch.select("sum_rows", arrays=(x_NO, *others), rows=x_NO.shape[0])
     if backend == "triton":
-        from pallas_kernels.gemm import triton_sums
+        from pallas_kernels.gemm import triton
 
-        return _calls.looped("linear", triton_sums.sum_rows)(x_NO)
+        return _calls.looped("linear", triton.sum_rows)(x_NO)
     return x_NO.astype(jnp.float32).sum(0)
 
 

@@ -1,4 +1,5 @@
-"""Triton kernels that convert arrays to FP8, and functions of kernels that store FP8 tiles.
+"""Triton kernels that convert arrays to FP8, functions of kernels that store FP8 tiles, and sums of
+rows.
 
 A program converts one tile, and transposes it in shared memory. `quantize` has a given scale. For
 `quantize_by_largest`, one kernel stores maxima of parts of x, and the programs of the conversion
@@ -20,6 +21,8 @@ ROWS, COLS, WARPS = 64, 128, 8
 PARTS, MOST_MAXIMA, MAXIMA_WARPS = 256, 512, 8
 UNSAMPLED = 16
 """Size of a group of which all numbers are read."""
+# Rows and columns of a tile of `sum_some_rows`, largest number of programs along the rows, warps.
+M, P, SUMS, SUM_WARPS = 16, 256, 64, 2
 
 
 @triton.jit
@@ -134,6 +137,27 @@ def quantize_own(
     store_transposed(transposed_ptr, q, r, c, R, C, INDEX)
 
 
+@triton.jit
+def sum_some_rows(
+    x_ptr, sums_ptr, n: tl.constexpr, o: tl.constexpr, TIMES: tl.constexpr, M: tl.constexpr,
+    P: tl.constexpr
+):  # fmt: skip
+    """Sum TIMES·M rows."""
+    COLUMN_TILES: tl.constexpr = (o + P - 1) // P
+    part, columns = (
+        tl.program_id(0) // COLUMN_TILES,
+        tl.program_id(0) % COLUMN_TILES * P + tl.arange(0, P),
+    )
+    sums_MP = tl.full((M, P), 0.0, tl.float32)
+    for time in range(TIMES):
+        rows = (part * TIMES + time) * M + tl.arange(0, M)
+        mask = (rows < n)[:, None] & (columns < o)[None, :]
+        sums_MP += tl.load(
+            x_ptr + rows.to(tl.int64)[:, None] * o + columns[None, :], mask=mask, other=0.0
+        )
+    tl.store(sums_ptr + part.to(tl.int64) * o + columns, tl.sum(sums_MP, axis=0), mask=columns < o)
+
+
 def launch(kernel, shape, *arrays, out, tile=(ROWS, COLS), num_warps=WARPS, **constexprs):
     """Launch a kernel that calls `tile_of`: a program for each tile of a matrix of this shape."""
     (r, c), (rows, cols) = shape, tile
@@ -213,3 +237,23 @@ def quantize_by_largest(x, *, dtype, headroom, factor, group, sampled):
         PADDED=triton.next_power_of_2(maxima),
     )
     return rows, transposed, *(s.reshape(()) for s in scale)
+
+
+def sum_rows(x_NO):
+    """Return Σ_n x in fp32. Each program sums a few rows, and XLA adds the partial sums."""
+    n, o = x_NO.shape
+    times = triton.cdiv(n, M * SUMS)
+    parts = triton.cdiv(n, M * times)
+    (sums_SO,) = _triton.call(
+        sum_some_rows,
+        x_NO,
+        out=[jax.ShapeDtypeStruct((parts, o), jnp.float32)],
+        grid=(parts * triton.cdiv(o, P),),
+        n=n,
+        o=o,
+        TIMES=times,
+        M=M,
+        P=P,
+        num_warps=SUM_WARPS,
+    )
+    return sums_SO.sum(0)

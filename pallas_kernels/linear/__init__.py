@@ -30,7 +30,7 @@ from pallas_kernels.gemm.numerics import (
     numerics_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, exact, separate
+from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
 
 Implementation = Literal["auto", "xla", "reference"]
 
@@ -89,14 +89,7 @@ def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics
             f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, "
             f"{', '.join(str(w.shape) for w in ws)}, {None if b is None else b.shape}"
         )
-    if x.dtype not in _dispatch.DTYPES or any(
-        a is not None and a.dtype not in (x.dtype, jnp.float32) for a in (*ws, b)
-    ):
-        raise ValueError(
-            f"{kernel}: expected x in float32, bfloat16 or float16, w and b in x's dtype or "
-            f"float32, got {x.dtype}, {', '.join(str(w.dtype) for w in ws)}, "
-            f"{None if b is None else b.dtype}"
-        )
+    check_dtypes(kernel, x, "w and b", ws, b)
     backend = _dispatch.select("linear", implementation, arrays=(x, w, b), numerics=numerics)
     if backend == "reference":
         y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
