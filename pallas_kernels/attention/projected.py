@@ -92,8 +92,7 @@ def projected_attention(
         precision=numerics.plain.precision,
     )
     if backend == "mosaic":
-        x_NC, converted = separate(given)
-        args = x_NC.reshape(x_BTC.shape), converted, w_CO, b_O, heads, numerics
+        args = x_BTC, separate(given)[1], w_CO, b_O, heads, numerics
         return numerics.call("projected_attention", _projected, *args)
     named = "reference" if backend == "reference" else "auto"
     qkv_BTO = checked_linear("projected_attention", given, w_CO, b_O, named, numerics)
