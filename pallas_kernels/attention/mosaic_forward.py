@@ -19,10 +19,10 @@ from pallas_kernels.attention import documents
 from pallas_kernels.attention.mosaic_forward_kernel import ROWS, Block, Sizes, scratch_types
 
 
-def padded(x: jax.Array, axis: int = 1) -> jax.Array:
+def padded(x_BT: jax.Array) -> jax.Array:
     """Pad time with zeros to a multiple of 8: TMA reads swizzled tiles of 8 rows."""
-    pad = -x.shape[axis] % 8
-    return jnp.pad(x, [(0, pad if i == axis else 0) for i in range(x.ndim)]) if pad else x
+    pad = -x_BT.shape[1] % 8
+    return jnp.pad(x_BT, [(0, 0), (0, pad), *[(0, 0)] * (x_BT.ndim - 2)]) if pad else x_BT
 
 
 def _table(sizes: Sizes, heads: int, blocks: int):

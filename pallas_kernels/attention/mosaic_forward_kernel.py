@@ -39,7 +39,7 @@ from jax import lax
 from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, swizzled
 from pallas_kernels.attention.mosaic_masks import Mask, fill_columns
 
-# The fastest of those measured on an H200, in both passes of every shape in docs/kernels.
+# The fastest of those measured on an H200.
 ROWS = 64
 """Queries in the tile of one computing warpgroup."""
 KEYS = 128
@@ -280,15 +280,15 @@ class Block:
         def one_item(i, entry, fills):
             following = self.table[self.this, i + 2]
             b, head, start, stop, first = self.unpack(entry)
-            self.load_keys(b, head, stop - 1, fills)
+            self.load_block(1, b, head, stop - 1, fills)
             for w in range(groups):
                 self.load_queries(w, i, b, head, first + w)
-            self.load_values(b, head, stop - 1, fills)
+            self.load_block(2, b, head, stop - 1, fills)
 
             @pl.loop(1, stop - start)
             def _(n):
-                self.load_keys(b, head, stop - 1 - n, fills + n)
-                self.load_values(b, head, stop - 1 - n, fills + n)
+                self.load_block(1, b, head, stop - 1 - n, fills + n)
+                self.load_block(2, b, head, stop - 1 - n, fills + n)
 
             return following, fills + stop - start
 
@@ -305,15 +305,9 @@ class Block:
             for w in range(groups):
                 q_ring.wait_released(q_ring.slot(i), w)
 
-    def load_keys(self, b, head, j, n) -> None:
-        """Load key block j as fill n."""
-        self.load_block(1, self.scratch.k, self.k_ring, b, head, j, n)
-
-    def load_values(self, b, head, j, n) -> None:
-        """Load value block j as fill n."""
-        self.load_block(2, self.scratch.v, self.v_ring, b, head, j, n)
-
-    def load_block(self, which, smem, ring, b, head, j, n) -> None:
+    def load_block(self, which, b, head, j, n) -> None:
+        """Load block j of the keys (which = 1) or values (2) as fill n."""
+        smem, ring = (self.scratch.k, self.k_ring) if which == 1 else (self.scratch.v, self.v_ring)
         ring.wait_empty(n)
         rows = _slice(j, KEYS)
         source = operand(self.inputs, which, b, rows, lax.div(head, jnp.int32(self.sizes.group)))

@@ -155,17 +155,9 @@ def _attention_backward(*arrays):
     from pallas_kernels.attention import mosaic_backward
 
     def kernel(qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD, fp8_scale=None):
-        return mosaic_backward.backward(
-            (qkv_BT3HD,),
-            None,
-            lse_BHT,
-            dout_BTHD,
-            out_BTHD,
-            None,
-            options=Options(scale=qkv_BT3HD.shape[-1] ** -0.5),
-            bias=True,
-            fp8_scale=fp8_scale,
-        )
+        how = {"options": Options(scale=qkv_BT3HD.shape[-1] ** -0.5), "bias": True}
+        args = ((qkv_BT3HD,), None, lse_BHT, dout_BTHD, out_BTHD, None)
+        return mosaic_backward.backward(*args, **how, fp8_scale=fp8_scale)
 
     return _calls.looped("projected_attention", kernel)(*arrays)
 
