@@ -154,7 +154,7 @@ def rotary_backward_kernel(
     TABLE: tl.constexpr, D: tl.constexpr, E: tl.constexpr, ROWS: tl.constexpr,
     OPTIONS: tl.constexpr,
 ):  # fmt: skip
-    (row, inside), turning, in_q, in_k, in_v = rows_of(N, ROWS, OPTIONS)
+    rows, turning, in_q, in_k, in_v = rows_of(N, ROWS, OPTIONS)
     # A row is in one of the three arrays. Masked loads from the other two arrays return zeros.
     a, b, rest = load_row(dq_ptr, *in_q, D, E, OPTIONS)
     ka, kb, kr = load_row(dk_ptr, *in_k, D, E, OPTIONS)
@@ -163,10 +163,10 @@ def rotary_backward_kernel(
     cos, sin = load_angle(cos_ptr, sin_ptr, *turning, TABLE, E, OPTIONS.pair_heads)
     a, b = a * cos + b * sin, b * cos - a * sin
     if OPTIONS.eps is not None:
-        xa, xb, xr = load_row(qkv_ptr, row, turning[2], D, E, OPTIONS)
+        xa, xb, xr = load_row(qkv_ptr, rows[0], turning[2], D, E, OPTIONS)
         rstd = tl.rsqrt(row_sum(xa * xa, xb * xb, xr * xr, D, E) / D + OPTIONS.eps)
         # 0 for values: x of values is loaded as zeros.
         along = (row_sum(a * xa, b * xb, rest * xr, D, E) / D * rstd * rstd)[:, None]
         rstd = tl.where(turning[2], rstd, 1.0)[:, None]
         a, b, rest = rstd * (a - xa * along), rstd * (b - xb * along), rstd * (rest - xr * along)
-    store_row(dqkv_ptr, row, inside, a, b, rest, D, E, OPTIONS)
+    store_row(dqkv_ptr, *rows, a, b, rest, D, E, OPTIONS)

@@ -134,6 +134,7 @@ def short_kernel(x_ptr, dy_ptr, out_ptr, ROWS: tl.constexpr):
 @triton.jit
 def long_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
     BLOCK: tl.constexpr = ROWS.R * ROWS.K
+    KEPT: tl.constexpr = ROWS.KEPT  # Triton 3.6 unrolls loops over variables only
     SCALE: tl.constexpr = ROWS.SCALE
     row = tl.program_id(0)
     x_ptr += row.to(tl.int64) * ROWS.S
@@ -144,23 +145,23 @@ def long_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
 
     m_R = tl.full((ROWS.R,), LOWEST, tl.float32)
     s_R = tl.full((ROWS.R,), 0.0, tl.float32)
-    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
+    for start in range(KEPT * BLOCK, full, BLOCK):
         x_RK = tl.load(x_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         m_R, s_R = online(m_R, s_R, x_RK, SCALE)
     kept = ()
-    for i in tl.static_range(ROWS.KEPT):
+    for i in tl.static_range(KEPT):
         kept = kept + (tl.load(x_ptr + i * BLOCK + column_RK),)
-    for i in tl.static_range(ROWS.KEPT):
+    for i in tl.static_range(KEPT):
         m_R, s_R = online(m_R, s_R, kept[i].to(tl.float32), SCALE)
     last_RK = load_visible(x_ptr, full, column_RK, columns, ROWS.S, float("-inf"))
     m_R, s_R = online(m_R, s_R, last_RK, SCALE)
     m, s = together(m_R, s_R, SCALE)
 
     weight = 1 / s
-    for i in tl.static_range(ROWS.KEPT):
+    for i in tl.static_range(KEPT):
         y_RK = tl.exp2((kept[i].to(tl.float32) - m) * SCALE) * weight
         tl.store(y_ptr + i * BLOCK + column_RK, y_RK, eviction_policy="evict_first")
-    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
+    for start in range(KEPT * BLOCK, full, BLOCK):
         x_RK = tl.load(x_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
         at_RK = y_ptr + start + column_RK
         tl.store(at_RK, tl.exp2((x_RK - m) * SCALE) * weight, eviction_policy="evict_first")
@@ -171,6 +172,7 @@ def long_forward_kernel(x_ptr, y_ptr, ROWS: tl.constexpr):
 @triton.jit
 def long_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
     BLOCK: tl.constexpr = ROWS.R * ROWS.K
+    KEPT: tl.constexpr = ROWS.KEPT
     row = tl.program_id(0)
     y_ptr += row.to(tl.int64) * ROWS.S
     dy_ptr += row.to(tl.int64) * ROWS.S
@@ -180,12 +182,12 @@ def long_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
     full = columns // BLOCK * BLOCK
 
     sum_R = tl.full((ROWS.R,), 0.0, tl.float32)
-    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
+    for start in range(KEPT * BLOCK, full, BLOCK):
         y_RK = tl.load(y_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         dy_RK = tl.load(dy_ptr + start + column_RK, eviction_policy="evict_last").to(tl.float32)
         sum_R += tl.sum(y_RK * dy_RK, 1)
     kept = ()
-    for i in tl.static_range(ROWS.KEPT):
+    for i in tl.static_range(KEPT):
         kept = kept + (tl.load(y_ptr + i * BLOCK + column_RK),)
         dy_RK = tl.load(dy_ptr + i * BLOCK + column_RK, eviction_policy="evict_last").to(tl.float32)
         sum_R += tl.sum(kept[i].to(tl.float32) * dy_RK, 1)
@@ -195,12 +197,12 @@ def long_backward_kernel(y_ptr, dy_ptr, dx_ptr, ROWS: tl.constexpr):
 
     last_RK = last_y_RK * (last_dy_RK - total) * ROWS.SCALE
     store_last(dx_ptr, last_RK, full, column_RK, columns, ROWS)
-    for i in tl.static_range(ROWS.KEPT):
+    for i in tl.static_range(KEPT):
         at_RK = dy_ptr + i * BLOCK + column_RK
         dy_RK = tl.load(at_RK, eviction_policy="evict_first").to(tl.float32)
         dx_RK = kept[i].to(tl.float32) * (dy_RK - total) * ROWS.SCALE
         tl.store(dx_ptr + i * BLOCK + column_RK, dx_RK, eviction_policy="evict_first")
-    for start in range(ROWS.KEPT * BLOCK, full, BLOCK):
+    for start in range(KEPT * BLOCK, full, BLOCK):
         y_RK = tl.load(y_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
         dy_RK = tl.load(dy_ptr + start + column_RK, eviction_policy="evict_first").to(tl.float32)
         at_RK = dx_ptr + start + column_RK
