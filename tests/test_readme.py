@@ -26,7 +26,7 @@ OTHERS = set(
     "--overlap-reduce --no-overlap-reduce --coordinator --connect-timeout --peak-tflops "
     "--resume-with-changes --process-count --process-index --sample-tokens --compilation-cache "
     "--log-every --eval-items --fp8-clipping-every --overfit-one-batch --need-gpu --lines "
-    "--skip-bad-lines".split()
+    "--skip-bad-lines --interactive --back-end".split()
 )
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
@@ -108,14 +108,12 @@ def resolves(name):
     found = importlib.import_module(package)
     for i, part in enumerate(parts):
         try:
-            exists = hasattr(found, part)
+            if not hasattr(found, part):
+                importlib.import_module(".".join([package, *parts[: i + 1]]))
         except EvaluationError:  # names an extra that is not installed, for a known name
             return True
-        if not exists:
-            try:
-                importlib.import_module(".".join([package, *parts[: i + 1]]))
-            except ModuleNotFoundError:
-                return False
+        except ModuleNotFoundError:
+            return False
         found = getattr(found, part, None)
     return found is not None
 

@@ -21,8 +21,10 @@ def test_the_table_of_back_ends_is_what_select_returns():
     table = tool.generate("back_ends")
     mlp = "**triton**, xla | **mosaic**, triton, xla | **triton**, xla |"
     assert f"| `mlp` | fp8 | – | {mlp}" in table and "| `linear` | fp8 | – | **xla** |" in table
-    assert f"| `mlp` | bf16 | **triton**, xla | {mlp}" in table
-    assert "| `layer_norm` | fp32, tf32, bf16 | **triton**, xla |" in table
+    linear = "`linear_gelu`, `linear_relu_squared`"
+    assert f"| {linear}, `mlp` | bf16 | **triton**, xla | {mlp}" in table
+    norms = "`layer_norm`, `rms_norm`, `swiglu`"
+    assert f"| {norms} | fp32, tf32, bf16 | **triton**, xla |" in table
 
 
 def test_a_changed_figure_and_a_missing_table_are_found(tmp_path, monkeypatch, capsys):

@@ -26,7 +26,8 @@ SIZES = {"sequences": 1, "channels": 768, "head_dim": 64}
 
 
 def table() -> tuple[list[str], list[list[str]]]:
-    """Return head and lines: the back ends of each operation, in each numerics, on each GPU."""
+    """Return head and lines: the back ends of each operation, in each numerics, on each GPU.
+    Operations that are alike share a line."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for operation in (name for name in OPERATIONS if name in pallas_kernels.__all__):
         for numerics in ("fp32", "tf32", "bf16", "fp8"):
@@ -35,8 +36,10 @@ def table() -> tuple[list[str], list[list[str]]]:
                 rows.setdefault((f"`{operation}`", *cells), []).append(numerics)
     head = ["operation", "numerics"]
     head += [f"{names} ({a}.{b})" for names, ((a, b), _) in GPUS.items()]
-    lines = [[name, ", ".join(numerics), *cells] for (name, *cells), numerics in rows.items()]
-    return head, lines
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for (name, *cells), numerics in rows.items():
+        alike.setdefault((", ".join(numerics), *cells), []).append(name)
+    return head, sorted([", ".join(sorted(names)), *cells] for cells, names in alike.items())
 
 
 def facts_of(operation: str, numerics: str) -> dict[str, Any] | None:

@@ -113,6 +113,11 @@ class ModelConfig(abc.ABC):
         `kernels`. By default, all layers."""
         return self
 
+    @property
+    def names_back_ends(self) -> bool:
+        """Whether an option names a back end, which may not run with the options of a stage."""
+        return True
+
     def kernels(
         self, sequence_length: int, batch: int = 1, segments: bool = False
     ) -> dict[str, str]:
@@ -242,6 +247,10 @@ class TransformerConfig(ModelConfig):
     reference."""
     mlp: str = "auto"
     """Back end of the MLP: auto, triton, xla, reference, or for a GELU or ReLU² also mosaic."""
+
+    @property
+    def names_back_ends(self) -> bool:
+        return {self.attention, self.norm, self.mlp} != {"auto"}
 
     def nondeterministic(self) -> str | None:
         if self.attention == "xla":

@@ -107,8 +107,8 @@ def _stages(
     """Yield a line for each stage of a run that has stages.
 
     Args:
-        kernels: back ends with the run's options. A line names back ends only if they differ from
-            these.
+        kernels: back ends with the run's options. If the model's options name back ends, a line
+            lists those that differ from these.
 
     Raises:
         ConfigError: a named back end cannot run with the options of a stage.
@@ -118,9 +118,11 @@ def _stages(
         stage = whole.stages[span.number - 1]
         factor = stage.learning_rate_factor
         factor = f", lr × {factor:g}" if factor != 1 else ""
+        # A trace of the speedrun's step takes half a second. The default back ends always run.
+        chosen = span.config.kernels() if span.config.model.names_back_ends else {}
         own = [
             f", {operation}: {names}"
-            for operation, names in span.config.kernels().items()
+            for operation, names in chosen.items()
             if names != kernels.get(operation)
         ]
         own[:0] = [f", {name} {value}" for name, value in stage.model.items()]
