@@ -9,6 +9,7 @@ from reference.torch_gpt2 import from_params
 
 from gptjax import GPT2Config
 from gptjax.data import get_tokenizer
+from gptjax.evaluation.choices import BIN_MAGIC
 
 CONFIG = GPT2Config(
     vocab_size=257, padded_vocab_size=264, block_size=80, n_layer=2, n_head=2, n_embd=32
@@ -59,6 +60,21 @@ def hellaswag_items(count, seed=0):
 
 def write_jsonl(path, items):
     path.write_text("".join(json.dumps(item) + "\n" for item in items))
+
+
+def write_bin(path, items):
+    """llm.c's form of the same questions."""
+    stream = []
+    for index, item in enumerate(items):
+        example = [65535, 0, index, item["label"], len(item["endings"])]
+        for text in (item["ctx"], *(f" {ending}" for ending in item["endings"])):
+            ids = BYTES.encode(text).tolist()
+            example += [len(ids), *ids]
+        example[1] = 2 * len(example)
+        stream += example
+    header = np.zeros(256, "<i4")
+    header[:3] = BIN_MAGIC, 1, len(items)
+    path.write_bytes(header.tobytes() + np.array(stream, "<u2").tobytes())
 
 
 CORE_YAML = """

@@ -159,7 +159,7 @@ def test_the_package_is_imported_without_lm_eval(monkeypatch):
     exec("from gptjax.evaluation import *", names)
     assert "Scorer" in names
     with pytest.raises(EvaluationError, match=r"pip install -e '\.\[eval\]'"):
-        exec("from gptjax.evaluation.harness import LM", names)
+        exec("from gptjax.evaluation import LM", names)
 
 
 TASK = """
@@ -181,7 +181,7 @@ metric_list:
 @pytest.fixture(scope="module")
 def lm(both):
     pytest.importorskip("lm_eval", reason="lm-evaluation-harness is in the extra `eval`")
-    from gptjax.evaluation.harness import LM
+    from gptjax.evaluation import LM
 
     return LM(both[0], BYTES, devices=jax.devices()[:1])
 

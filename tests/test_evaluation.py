@@ -18,6 +18,7 @@ from evaluation_tools import (
     torch_log_probs,
     torch_text,
     words,
+    write_bin,
     write_core,
     write_jsonl,
 )
@@ -56,9 +57,11 @@ def scorer(both):
     return Scorer.of(both[0], batch_tokens=6 * BLOCK)
 
 
-def test_hellaswag_equals_pytorch(tmp_path, both, scorer):
+@pytest.mark.parametrize("form", ["jsonl", "bin"])
+def test_hellaswag_equals_pytorch(form, tmp_path, both, scorer):
     items = hellaswag_items(30, seed=2)
-    write_jsonl(path := tmp_path / "hellaswag_val.jsonl", items)
+    path = tmp_path / f"hellaswag_val.{form}"
+    (write_jsonl if form == "jsonl" else write_bin)(path, items)
     found = score_choices(scorer, BYTES, read_hellaswag(path))
     right = right_normed = longest = 0
     for i, item in enumerate(items):
@@ -240,13 +243,22 @@ JSONL = [
     ("", "found an empty file"),
     (None, "No such file or directory; https://.*hellaswag_val.jsonl is the published file"),
 ]
+BIN = [
+    (lambda b: b[:100], r"val\.bin: malformed: ValueError: "),
+    (lambda b: b"\0\0\0\0" + b[4:], "expected magic 20240522 and version 1 .*, found 0 and 1"),
+    (lambda b: b[:1400], r"val\.bin: malformed: "),
+    (lambda b: b[:-2], r"expected 2 examples of \d+ bytes, found"),
+]
 
 
-@pytest.mark.parametrize(("text", "message"), JSONL)
-def test_malformed_hellaswag(text, message, tmp_path):
-    path = tmp_path / "hellaswag_val.jsonl"
-    if text is not None:
-        path.write_text(text)
+@pytest.mark.parametrize(("change", "message"), JSONL + BIN)
+def test_malformed_hellaswag(change, message, tmp_path):
+    path = tmp_path / f"hellaswag_val.{'bin' if callable(change) else 'jsonl'}"
+    if callable(change):
+        write_bin(path, hellaswag_items(2))
+        path.write_bytes(change(path.read_bytes()))
+    elif change is not None:
+        path.write_text(change)
     with pytest.raises(EvaluationError, match=message):
         read_hellaswag(path)
 

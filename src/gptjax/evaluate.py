@@ -38,8 +38,8 @@ class Evaluate(ModelOptions):
     """One or several of loss, bits-per-byte, hellaswag, core. loss and bits-per-byte score every
     token of a text once."""
     file: Path | None = None
-    """File of the task: a text (loss, bits-per-byte), hellaswag_val.jsonl, or the
-    folder with core.yaml. None: in data-dir."""
+    """File of the task: a text (loss, bits-per-byte), hellaswag_val.jsonl or llm.c's
+    hellaswag_val.bin, or the folder with core.yaml. None: in data-dir."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the prepared datasets, of hellaswag_val.jsonl and of eval_bundle/."""
     dataset: str = "auto"

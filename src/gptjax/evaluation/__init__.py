@@ -4,6 +4,8 @@
 `gptjax.data.DataError`.
 """
 
+from typing import TYPE_CHECKING
+
 from gptjax.evaluation.choices import (
     Choices,
     Question,
@@ -14,6 +16,9 @@ from gptjax.evaluation.choices import (
 from gptjax.evaluation.core import CoreTask, core_metric, read_core, score_core
 from gptjax.evaluation.scoring import EvaluationError, Row, Score, Scorer
 from gptjax.evaluation.text import Stream, TextScore, from_dataset, from_file, score_text
+
+if TYPE_CHECKING:
+    from gptjax.evaluation.harness import LM as LM
 
 __all__ = [
     "Choices",
@@ -35,3 +40,12 @@ __all__ = [
     "score_core",
     "score_text",
 ]
+
+
+def __getattr__(name: str):
+    # Only LM needs lm_eval. LM is not in `__all__`: `import *` must work without lm_eval.
+    if name == "LM":
+        from gptjax.evaluation.harness import LM
+
+        return LM
+    raise AttributeError(f"module 'gptjax.evaluation' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Interface to lm-evaluation-harness: `LM` is a model class for the harness.
+"""Interface to lm-evaluation-harness: `gptjax.evaluation.LM` is a model class for the harness.
 
     lm_eval.simple_evaluate(model=LM(model, tokenizer), tasks=["lambada_openai"])
 

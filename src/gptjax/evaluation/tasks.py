@@ -8,10 +8,10 @@ from gptjax.evaluation.choices import evenly_spaced, read_hellaswag, score_choic
 from gptjax.evaluation.core import core_metric, read_core, score_core
 from gptjax.evaluation.scoring import Scorer
 
-# Task → reader, and name in the data folder.
-TASKS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "hellaswag": (read_hellaswag, "hellaswag_val.jsonl"),
-    "core": (read_core, "eval_bundle"),
+# Task → reader, and candidate names in the data folder; the first existing name is used.
+TASKS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
+    "hellaswag": (read_hellaswag, ("hellaswag_val.jsonl", "hellaswag_val.bin")),
+    "core": (read_core, ("eval_bundle",)),
 }
 
 
@@ -24,8 +24,9 @@ def read(task: str, data_dir: Path, path: Path | None = None) -> Any:
     Raises:
         EvaluationError: the file or folder is missing or malformed.
     """
-    reader, name = TASKS[task]
-    return reader(path or data_dir / name)
+    reader, names = TASKS[task]
+    places = [data_dir / name for name in names]
+    return reader(path or next((each for each in places if each.exists()), places[0]))
 
 
 def score(
