@@ -32,7 +32,8 @@ class Parts:
     def in_training(self) -> dict[str, str]:
         """Names of the numerics of `blocks` and `head`, without a part that is None."""
         parts = {"blocks": self.blocks, "head": self.head}
-        return {part: getattr(how, "name", how) for part, how in parts.items() if how is not None}
+        given = {part: how for part, how in parts.items() if how is not None}
+        return {part: str(getattr(how, "name", how)) for part, how in given.items()}
 
     def __str__(self) -> str:
         own = "".join(f"{part} {name}, " for part, name in self.in_training.items())
