@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels._partition import Rule, sharded
+
 REMEDY = (
     "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode "
     "differentiation (jax.jvp, jax.jacfwd, jax.linearize) or second derivatives pass "
@@ -44,27 +46,38 @@ def differentiable(operation: str, f: Callable, *args: Any) -> Any:
         raise TypeError(f"{operation}: {REMEDY}") from error
 
 
-def looped(operation: str, f: Callable, *, overwrites: bool = False) -> Callable:
+def looped(
+    operation: str, f: Callable, *, rule: Rule | None = None, overwrites: bool = False
+) -> Callable:
     """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for each element.
 
     Differentiating the result raises NotImplementedError.
 
     Args:
         operation: name of the public function, for errors.
+        rule: axes of the arrays, for arrays that the compiler may shard. An axis of `jax.vmap` is
+            not sharded.
         overwrites: whether a kernel overwrites one of its arguments. Calling the result inside
             jax.shard_map(check_vma=True) then raises ValueError: JAX discharges the Ref to values
             whose types name no mesh axis, and refuses these types.
     """
     # A new object at each call: JAX caches the trace of f, and f depends on the default device.
-    f = functools.partial(f)
+    f = functools.partial(sharded(f, rule))
     return _launch(operation, jax.custom_batching.sequential_vmap(f), overwrites)
 
 
-def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = False) -> Callable:
+def batched(
+    operation: str,
+    f: Callable,
+    *,
+    rule: Rule | None = None,
+    shared: int = 0,
+    overwrites: bool = False,
+) -> Callable:
     """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for all elements.
 
     Args:
-        operation, overwrites: as in `looped`.
+        operation, rule, overwrites: as in `looped`.
         f: its arguments and results have a leading batch axis.
         shared: number of trailing arguments without a batch axis, which all elements of the batch
             share. If `jax.vmap` maps a shared argument, f is launched in a loop.
@@ -72,7 +85,7 @@ def batched(operation: str, f: Callable, *, shared: int = 0, overwrites: bool = 
 
     @jax.custom_batching.custom_vmap
     def launch(*args):
-        return f(*args)
+        return sharded(f, rule)(*args)
 
     @launch.def_vmap
     def _longer_batch(size, is_batched, *args):

@@ -20,7 +20,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 float64."""
 _PARTITIONED = (
     "needs arrays of one device, and the compiler may split these over several: it would gather "
-    "them on each. Call it inside jax.shard_map"
+    "them on each, since this kernel has no sharding rule. Call it inside jax.shard_map"
 )
 
 
@@ -40,7 +40,10 @@ class BackEnd:
     why_not: Callable[[Any], str | None] = lambda facts: None
     """Return None where the back end can run a call with these facts, else the reason why not."""
     custom: bool = False
-    """Launches custom kernels, which GSPMD cannot partition."""
+    """Launches custom kernels, which GSPMD cannot partition without a sharding rule."""
+    rule: bool | Callable[[Any], bool] = False
+    """Whether all launches have a sharding rule (pallas_kernels/_partition.py); a bool, or a
+    function of the facts."""
 
 
 class Example(NamedTuple):
@@ -164,9 +167,17 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         )
     call = entry.facts(**facts)
     split = partitioned(arrays)
+    # A rule would need the axes of the mesh that are manual.
+    partly_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
+
+    def gathers(back_end: BackEnd) -> bool:
+        rule = back_end.rule(call) if callable(back_end.rule) else back_end.rule
+        return split and back_end.custom and (partly_manual or not rule)
+
+    reasons = ((name, back_end.why_not(call)) for name, back_end in back_ends.items())
     why_not = {
-        name: _PARTITIONED if why is None and split and back_ends[name].custom else why
-        for name, why in ((name, back_end.why_not(call)) for name, back_end in back_ends.items())
+        name: _PARTITIONED if why is None and gathers(back_ends[name]) else why
+        for name, why in reasons
     }
     if implementation == "auto":
         order = tuple(back_ends) if entry.order is None else entry.order(call, split)

@@ -44,6 +44,7 @@ from pallas_kernels._dispatch import (
     title,
     why_not_16_bit,
 )
+from pallas_kernels._partition import Rule
 
 __all__ = [
     "DTYPES",
@@ -54,6 +55,7 @@ __all__ = [
     "BackEnd",
     "Choice",
     "Example",
+    "Rule",
     "batched",
     "capability",
     "differentiable",

@@ -224,11 +224,12 @@ def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch
     assert not any(seen) and seen
 
 
-def test_auto_leaves_arrays_that_may_be_split_to_the_compiler(monkeypatch):
+def test_auto_keeps_its_kernels_where_arrays_may_be_split(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
-    assert selected("bfloat16", 1024, 64) == "cudnn" and selected("float32", 1024, 64) == "xla"
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+    assert selected("bfloat16", 1024, 64) == "mosaic" and selected("float32", 1024, 64) == "triton"
 
 
 # ---------------------------------------------------------------------------------------------- GPU

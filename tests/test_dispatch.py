@@ -288,7 +288,7 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("name", CHOICES)
-def test_auto_takes_a_kernel_on_a_gpu_and_none_where_arrays_may_be_split(name, monkeypatch):
+def test_auto_takes_a_kernel_on_a_gpu_also_for_arrays_that_may_be_split(name, monkeypatch):
     """The choices that depend on more facts have tests in the files of their operations."""
     expected = "fused" if name == "linear_cross_entropy" else "triton"
     assert select(name, **CHOICES[name]) == "xla"
@@ -296,4 +296,5 @@ def test_auto_takes_a_kernel_on_a_gpu_and_none_where_arrays_may_be_split(name, m
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     assert select(name, **CHOICES[name]) == expected
     monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
-    assert select(name, **CHOICES[name]) == "xla"
+    sharded = name not in ("linear_cross_entropy", "quantize")
+    assert select(name, **CHOICES[name]) == (expected if sharded else "xla")

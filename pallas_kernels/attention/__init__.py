@@ -38,6 +38,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, REFERENCE, XLA, BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.attention.documents import document_bounds
 from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
@@ -253,8 +254,8 @@ _dispatch.register(
     "flash_attention",
     back_ends=[
         BackEnd("cudnn", _why_not_cudnn),
-        BackEnd("mosaic", _why_not_mosaic, custom=True),
-        BackEnd("triton", _why_not_triton, custom=True),
+        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=True),
+        BackEnd("triton", _why_not_triton, custom=True, rule=True),
         XLA,
         REFERENCE,
     ],
@@ -338,12 +339,12 @@ _MODULES = {
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _flash(backend, options, operands, bounds):
-    return _kernel(backend, options, "forward")(operands, bounds)
+    return _run(backend, options, "forward", operands, bounds)
 
 
 def _flash_forward(backend, options, operands, bounds):
     operands, bounds = jax.custom_derivatives.custom_vjp_primal_tree_values((operands, bounds))
-    out_BTHD, lse_BHT = _kernel(backend, options, "forward")(operands, bounds)
+    out_BTHD, lse_BHT = _run(backend, options, "forward", operands, bounds)
     return (out_BTHD, lse_BHT), (operands, bounds, out_BTHD, lse_BHT)
 
 
@@ -355,17 +356,29 @@ def _flash_backward(backend, options, saved, cotangents):
     if isinstance(dlse_BHT, jax.custom_derivatives.SymbolicZero):
         dlse_BHT = None
     args = (operands, bounds, lse_BHT, dout_BTHD, out_BTHD, dlse_BHT)
-    return _kernel(backend, options, "backward")(*args), None
+    return _run(backend, options, "backward", *args), None
 
 
 _flash.defvjp(_flash_forward, _flash_backward, symbolic_zeros=True)
 
 
-def _kernel(backend, options, name):
-    """Return `forward` or `backward` of the back end."""
+def _run(backend, options, name, operands, bounds, *arrays):
+    """Run `forward` or `backward` of the back end."""
     module = importlib.import_module(f"{__name__}.{_MODULES[backend][name]}")
     f = functools.partial(getattr(module, name), options=options)
-    return _calls.batched("flash_attention", f)
+    if len(operands) == 1:
+        given, over = "b t z h d", "b h"
+    elif operands[0].shape[2] == operands[1].shape[2]:
+        given, over = "b t h d, b t h d, b t h d", "b h"
+    else:  # the compiler may give a query head and its key head to different devices
+        given, over = "b t h d, b t k d, b t k d", "b"
+    bounded = "b t" if bounds is None else "b t, b t"
+    if name == "forward":
+        rule = f"{given}, {bounded} -> b t h d, b h t"
+    else:
+        rule = f"{given}, {bounded}, b h t, b t h d, b t h d, b h t -> {given}"
+    launch = _calls.batched("flash_attention", f, rule=Rule(rule, over))
+    return launch(operands, bounds, *arrays)
 
 
 # ------------------------------------------------------------------------------------ cudnn and xla

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._partition import Rule
 from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, split_like
@@ -127,7 +128,8 @@ def _projected_backward(heads, numerics, saved, dout_BTHD):
     arrays, (b, t) = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.shape[:2]
     shape, dtype = (b * t, b_O.size), qkv_BT3HD.dtype
     scale = None
-    if mosaic_backward.stores_fp8(b, t, heads):
+    # A scale of one shard would not be that of the others.
+    if not _dispatch.partitioned(arrays) and mosaic_backward.stores_fp8(b, t, heads):
         scale = numerics.kernel_scale(dout_BTHD.reshape(b * t, -1), QKV_HEADROOM)
     if scale is not None:
         (rows, k_major), dq_HD, dout_HD = _attention_backward(*arrays, scale.value)
@@ -159,7 +161,10 @@ def _attention_backward(*arrays):
         args = ((qkv_BT3HD,), None, lse_BHT, dout_BTHD, out_BTHD, None)
         return mosaic_backward.backward(*args, **how, fp8_scale=fp8_scale)
 
-    return _calls.looped("projected_attention", kernel)(*arrays)
+    given = "b t z h d, b h t, b t h d, b t h d"
+    # In FP8 the results have other layouts, and are for one device: see `_projected_backward`.
+    rule = None if len(arrays) > 4 else Rule(f"{given} -> b t z h d, h d, h d", "b h")
+    return _calls.looped("projected_attention", kernel, rule=rule)(*arrays)
 
 
 # ----------------------------------------------------------------------------------------- examples

@@ -39,6 +39,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.gemm.operands import E5M2, largest, stochastic_e5m2
 
 Number = float | int
@@ -76,7 +77,7 @@ def _why_not_triton(call: Facts) -> str | None:
 
 _dispatch.register(
     "fused_classifier",
-    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True), XLA, REFERENCE],
     facts=Facts,
 )
 
@@ -288,7 +289,10 @@ def _run(options, logits_NV, targets, weights_M):
         from pallas_kernels.classifier import triton
 
         f = functools.partial(triton.classify, scale=scale, **how)
-        launch = _calls.batched("fused_classifier", f, shared=1, overwrites=scale is None)
+        columns = "n m" if targets.ndim == 2 else "n"
+        rule = Rule(f"n v, {columns}, m -> n, n v", over="n")
+        how = {"rule": rule, "shared": 1, "overwrites": scale is None}
+        launch = _calls.batched("fused_classifier", f, **how)
         return launch(logits_NV, targets, weights_M)
     losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **how)
     if scale is None:

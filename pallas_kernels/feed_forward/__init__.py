@@ -51,6 +51,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm.numerics import (
     Fp8,
@@ -222,8 +223,9 @@ _dispatch.register(
     "linear_relu_squared",
     "mlp",
     back_ends=[
+        # Its tiles must divide the rows of a shard, whose number is not known here.
         BackEnd("mosaic", _why_not_mosaic, custom=True),
-        BackEnd("triton", _why_not_triton, custom=True),
+        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
@@ -288,10 +290,13 @@ class Options:
         """Return the module of the back end."""
         return importlib.import_module(f"{__name__}.{self.backend}")
 
-    def call(self, kernel: Callable, *args: Any, **static: Any) -> Any:
-        """Call a function that launches kernels."""
-        name = f"linear_{self.activation}"
-        return _calls.looped(name, functools.partial(kernel, **static))(*args)
+    def call(self, kernel: Callable, axes: str, *args: Any, **static: Any) -> Any:
+        """Call a function that launches kernels; `axes` are those of a `Rule` over n and o."""
+        name, rule = (
+            f"linear_{self.activation}",
+            None if self.numerics.quantized else Rule(axes, "n o"),
+        )
+        return _calls.looped(name, functools.partial(kernel, **static), rule=rule)(*args)
 
 
 def _linear(kernel, activation, x, w, b, implementation, numerics):
@@ -364,7 +369,9 @@ def _mlp_backward(options, saved, dy_NC):
         scale = None if dy.scale is None else dy.scale.value
         arrays = dy.rows, w2_OC, saved_NO, numerics.factors(dy, w2), scale
         static = {"stored": stored, "bias": b_O is not None}
-        du_NO, du_ON, db_O = options.call(options.kernels().du, *arrays, **static)
+        du_NO, du_ON, db_O = options.call(
+            options.kernels().du, "n c, o c, n o, -> n o, o n, o", *arrays, **static
+        )
         du, y_again = Operand(du_NO, du_ON, dy.scale), None
     else:
         dh_NO = numerics.input_gradient(dy, w2, dtype)
@@ -397,14 +404,16 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
         if options.backend == "xla":
             return _hidden_in_xla(options, u_NO.astype(jnp.float32), b_O, dtype)
         kernel = options.kernels().activated_pass
-        y_NO, y_ON, saved_NO = options.call(kernel, u_NO, b_O, activation=activation, stored=stored)
+        axes, static = "n o, o -> n o, o n, n o", {"activation": activation, "stored": stored}
+        y_NO, y_ON, saved_NO = options.call(kernel, axes, u_NO, b_O, **static)
     else:
         matrix = w.k_major
         if not stored.k_major:
             matrix = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
         arrays = x.rows, matrix, b_O, numerics.factors(x, w)
         static = {"activation": activation, "stored": stored, "save": save}
-        y_NO, y_ON, saved_NO = options.call(options.kernels().activated, *arrays, **static)
+        axes = "n i, i o, o -> n o, o n, n o"
+        y_NO, y_ON, saved_NO = options.call(options.kernels().activated, axes, *arrays, **static)
     return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
 
 
@@ -438,7 +447,8 @@ def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, ag
         b_O = None if b_O is None else b_O.astype(jnp.float32)
         arrays = dh_NO, saved_NO, b_O, None if scale is None else scale.value
         static = {"activation": options.activation, "stored": stored, "again": again}
-        du_NO, du_ON, db_O, y_ON = options.call(triton.gradient, *arrays, **static)
+        axes = "n o, n o, o, -> n o, o n, o, o n"
+        du_NO, du_ON, db_O, y_ON = options.call(triton.gradient, axes, *arrays, **static)
         return Operand(du_NO, du_ON, scale), db_O, Operand(None, y_ON)
     derivative_NO = saved_NO.astype(jnp.float32)
     if stored is not None:

@@ -36,6 +36,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
@@ -60,7 +61,7 @@ def _why_not_triton(call: NumericsFacts) -> str | None:
 _dispatch.register(
     "swiglu",
     back_ends=[
-        BackEnd("triton", _why_not_triton, custom=True),
+        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
@@ -151,7 +152,8 @@ def hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
 
         stored = numerics.hidden_format("silu", gu_N2F.dtype)
         kernel = functools.partial(triton.activated, stored=stored)
-        return Operand(_calls.looped("swiglu", kernel)(gu_N2F), factor=stored.scale)
+        launch = _calls.looped("swiglu", kernel, rule=Rule("n f2 -> n f", over="n"))
+        return Operand(launch(gu_N2F), factor=stored.scale)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)
     return numerics.hidden("silu", (jax.nn.silu(g) * u).astype(gu_N2F.dtype), k_major=False)
 
@@ -168,7 +170,8 @@ def hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics
         stored = numerics.hidden_format("silu", gu_N2F.dtype)
         kernel = functools.partial(triton.activated_backward, stored=stored)
         scale = None if dy.scale is None else dy.scale.value
-        *dgu, h_NF, h_FN = _calls.looped("swiglu", kernel)(gu_N2F, dh_NF, scale)
+        rule = Rule("n f2, n f, -> n f2, f2 n, n f, f n", over="n")
+        *dgu, h_NF, h_FN = _calls.looped("swiglu", kernel, rule=rule)(gu_N2F, dh_NF, scale)
         return Operand(*dgu, dy.scale), Operand(h_NF, h_FN, factor=stored.scale)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)
     dh, sigma = dh_NF.astype(jnp.float32), jax.nn.sigmoid(g)

@@ -428,6 +428,10 @@ class NumericsFacts:
         """Return None if the device computes the numerics, else the reason why not."""
         return self.numerics.why_not()
 
+    def has_rule(self) -> bool:
+        """Return whether launches have sharding rules. In FP8, all shards need one scale."""
+        return not self.numerics.quantized
+
     def why_not_reference(self) -> str | None:
         """Return None if the numerics are those of the dtype, else the reason why not."""
         return f"has no {self.numerics.name} matmuls" if self.numerics.quantized else None

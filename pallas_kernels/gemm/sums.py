@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import XLA, BackEnd
+from pallas_kernels._partition import Rule
 
 FEW = 8192
 """Largest number of rows that the custom kernel of `sum_rows` supports."""
@@ -27,7 +28,9 @@ def _why_not_triton(call: Facts) -> str | None:
 
 
 _dispatch.register(
-    "sum_rows", back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA], facts=Facts
+    "sum_rows",
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True), XLA],
+    facts=Facts,
 )
 
 
@@ -43,7 +46,8 @@ def sum_rows(x_NO, *others):
     if backend == "triton":
         from pallas_kernels.gemm import triton
 
-        return _calls.looped("linear", triton.sum_rows)(x_NO)
+        rule = Rule("n o -> o", over="n o")
+        return _calls.looped("linear", triton.sum_rows, rule=rule)(x_NO)
     return x_NO.astype(jnp.float32).sum(0)
 
 

@@ -45,6 +45,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
@@ -54,6 +55,11 @@ from pallas_kernels.gemm.numerics import (
 )
 from pallas_kernels.gemm.operands import Operand, exact, largest, transposed
 
+AXES = {
+    "forward": "... c, ... c, c, c, c -> ... c, ... c, s ...",
+    "backward": "... c, ... c, ... c, s ..., c -> ... c, c, c, c",
+}
+"""Axes of the arrays of `run`, for a `Rule`."""
 MAX_CHANNELS = 8192
 """Limit of the Triton kernels: a longer row does not fit into the registers of a program."""
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -76,7 +82,7 @@ _dispatch.register(
     "layer_norm",
     "rms_norm",
     back_ends=[
-        BackEnd("triton", _why_not_triton, custom=True),
+        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule),
         XLA,
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
@@ -257,7 +263,7 @@ def run(direction: Literal["forward", "backward"], options: Options, *arrays):
     """Run a pass of the back end.
 
     forward (x, residual, scale, bias, residual_bias): return (y, total, statistics). total is None
-        without a residual. The statistics, mean and rstd or rstd alone, are (S, ...) or (S, N).
+        without a residual. The statistics, mean and rstd or rstd alone, are (S, ...).
     backward (dy, dtotal, total, statistics, scale): return (dx, dscale, dbias, dresidual_bias),
         None for absent arguments. dx is the gradient of both x and the residual; dtotal is None if
         total is not used.
@@ -266,8 +272,10 @@ def run(direction: Literal["forward", "backward"], options: Options, *arrays):
         return {"forward": _xla_forward, "backward": _xla_backward}[direction](options, *arrays)
     from pallas_kernels.norm import triton
 
+    lead = " ".join(f"b{i}" for i in range(arrays[0].ndim - 1))
+    rule = Rule(AXES[direction].replace("...", lead), over=lead)
     kernel = functools.partial(getattr(triton, direction), options)
-    return _calls.looped(options.operation, kernel)(*arrays)
+    return _calls.looped(options.operation, kernel, rule=rule)(*arrays)
 
 
 def _xla_forward(options, x, residual, scale_C, bias_C, residual_bias_C):

@@ -277,10 +277,11 @@ def forward(options, x, residual, scale_C, bias_C, residual_bias_C):
         Y_LARGEST=float(jnp.finfo(dtype).max),
         **tile,
     )
-    return y_NC.reshape(x.shape), None if residual is None else total_NC.reshape(x.shape), stats_SN
+    total = None if residual is None else total_NC.reshape(x.shape)
+    return y_NC.reshape(x.shape), total, stats_SN.reshape(-1, *x.shape[:-1])
 
 
-def backward(options, dy, dtotal, total, stats_SN, scale_C):
+def backward(options, dy, dtotal, total, stats, scale_C):
     """`run("backward", …)` of the package."""
     n, c = math.prod(total.shape[:-1]), total.shape[-1]
     itemsize, residual_bias = total.dtype.itemsize, options.residual_bias
@@ -304,7 +305,7 @@ def backward(options, dy, dtotal, total, stats_SN, scale_C):
     dx_NC, partial_SPC = _triton.call(
         norm_backward,
         *(None if x is None else x.reshape(n, c) for x in (dy, dtotal, total)),
-        *(stats_SN, scale_C),
+        *(stats.reshape(-1, n), scale_C),
         out=[
             jax.ShapeDtypeStruct((n, c), total.dtype),
             jax.ShapeDtypeStruct((sums, programs, c) if sums else (1, 1, 1), jnp.float32),

@@ -38,6 +38,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._partition import Rule
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 Pairs = Literal["adjacent", "halves"]
@@ -63,7 +64,7 @@ def _why_not_triton(call: RotaryFacts) -> str | None:
 
 _dispatch.register(
     "rotary_qkv",
-    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True), XLA, REFERENCE],
     facts=RotaryFacts,
 )
 
@@ -156,7 +157,9 @@ def _forward(qkv_BTO, cos_BTE, sin_BTE, options: Options):
     from pallas_kernels.rotary import triton
 
     launch = functools.partial(triton.forward, options=options)
-    results = _calls.looped("rotary_qkv", launch)(qkv_BTO, cos_BTE, sin_BTE)
+    angles = _angles(cos_BTE)
+    rule = Rule(f"b t o, {angles} -> b s q d, b s k d, b s k d", over="b")
+    results = _calls.looped("rotary_qkv", launch, rule=rule)(qkv_BTO, cos_BTE, sin_BTE)
     return results, (None if options.eps is None else qkv_BTO, cos_BTE, sin_BTE)
 
 
@@ -165,11 +168,18 @@ def _backward(options: Options, saved, gradients):
 
     qkv_BTO, cos_BTE, sin_BTE = saved
     launch = functools.partial(triton.backward, options=options)
-    (dqkv_BTO,) = _calls.looped("rotary_qkv", launch)(*gradients, cos_BTE, sin_BTE, qkv_BTO)
+    rule = Rule(f"b s q d, b s k d, b s k d, {_angles(cos_BTE)}, b t o -> b t o", over="b")
+    launch = _calls.looped("rotary_qkv", launch, rule=rule)
+    (dqkv_BTO,) = launch(*gradients, cos_BTE, sin_BTE, qkv_BTO)
     return dqkv_BTO, jnp.zeros_like(cos_BTE), jnp.zeros_like(sin_BTE)
 
 
 _triton.defvjp(_forward, _backward)
+
+
+def _angles(cos_BTE) -> str:
+    """Return the axes of cos and sin for a `Rule`."""
+    return "one s e, one s e" if cos_BTE.shape[0] == 1 else "b s e, b s e"
 
 
 def _check(qkv, cos, sin, options: Options) -> int:

@@ -30,11 +30,12 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._partition import Rule
 
 Number = float | int
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
-_dispatch.register("softmax", back_ends=[TRITON, XLA, REFERENCE])
+_dispatch.register("softmax", back_ends=[dataclasses.replace(TRITON, rule=True), XLA, REFERENCE])
 
 
 def softmax(
@@ -135,7 +136,9 @@ def _in_triton(name, options, *arrays):
     kernel = functools.partial(getattr(triton, name), scale=options.scale, causal=options.causal)
     shape = arrays[0].shape
     flat = [x.reshape(-1, *shape[len(shape) - 1 - options.causal :]) for x in arrays]
-    return _calls.batched("softmax", kernel)(*flat).reshape(shape)
+    term = "n t s" if options.causal else "n s"
+    rule = Rule(f"{', '.join([term] * len(flat))} -> {term}", over="n")
+    return _calls.batched("softmax", kernel, rule=rule)(*flat).reshape(shape)
 
 
 def _visible(x):

@@ -22,6 +22,7 @@ triton is differentiable once, in reverse mode; xla and reference also in forwar
 order.
 """
 
+import dataclasses
 import functools
 import math
 from typing import Literal
@@ -32,6 +33,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._partition import Rule
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
@@ -39,7 +41,7 @@ _dispatch.register(
     "transpose_copy",
     "transpose_add",
     "transpose_sum_rows",
-    back_ends=[TRITON, XLA, REFERENCE],
+    back_ends=[dataclasses.replace(TRITON, rule=True), XLA, REFERENCE],
 )
 
 
@@ -103,7 +105,9 @@ def transpose_sum_rows(
         return jnp.swapaxes(src, -1, -2), src.astype(jnp.float32).sum(-2)
     from pallas_kernels.transpose import triton
 
-    out_BCR, sums_BC = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows)(_flat(src))
+    rule = Rule("b r c -> b c r, b c", over="b r c")
+    launch = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows, rule=rule)
+    out_BCR, sums_BC = launch(_flat(src))
     shape = _transposed(src.shape)
     return out_BCR.reshape(shape), sums_BC.reshape(shape[:-1])
 
@@ -118,7 +122,8 @@ def _launch_copy(dtype, src_BRC):
     from pallas_kernels.transpose import triton
 
     copy = functools.partial(triton.transpose_copy, dtype=dtype)
-    return _calls.looped("transpose_copy", copy)(src_BRC)
+    rule = Rule("b r c -> b c r", over="b r c")
+    return _calls.looped("transpose_copy", copy, rule=rule)(src_BRC)
 
 
 @jax.custom_vjp
@@ -131,7 +136,9 @@ def _add(in_place, src_dtype, dst_BCR, src_BRC):
     from pallas_kernels.transpose import triton
 
     add = functools.partial(triton.transpose_add, in_place=in_place)
-    return _calls.looped("transpose_add", add, overwrites=in_place)(dst_BCR, src_BRC)
+    rule = Rule("b c r, b r c -> b c r", over="b r c")
+    launch = _calls.looped("transpose_add", add, rule=rule, overwrites=in_place)
+    return launch(dst_BCR, src_BRC)
 
 
 _copy.defvjp(lambda src_BRC: (_copy(src_BRC), None), lambda _, d_BCR: (_copy(d_BCR),))

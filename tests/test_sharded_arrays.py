@@ -1,0 +1,184 @@
+"""Sharded arrays under `jax.jit`: each device launches the kernels on its shards, and no collective
+is added.
+
+Compiled for two CPU devices with the kernels in Triton's interpreter: the executable shows the
+shapes of the launches, and all collectives.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import pallas_kernels as pk
+from pallas_kernels._partition import Rule, sharded
+
+B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
+P, WHOLE = PartitionSpec, PartitionSpec()
+FIRST, SECOND = P("devices"), P(None, "devices")
+COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call, the shapes and shardings of its arrays, and the sizes of the gradients that are sums
+    over the shards."""
+
+    f: Callable
+    arrays: list[tuple[tuple[int, ...], PartitionSpec]]
+    sums: tuple[int, ...] = ()
+
+
+def attention(*arrays, **options):
+    return pk.flash_attention(*arrays, implementation="triton", **options)
+
+
+def rotary(x):
+    angles = jnp.ones((1, T, 8))
+    return pk.rotary_qkv(x, angles, angles, heads=H, implementation="triton")
+
+
+def losses(logits):
+    return pk.fused_classifier(logits, jnp.zeros(B * T, jnp.int32), implementation="triton")[0]
+
+
+def on_triton(f, **options):
+    return lambda *args: f(*args, implementation="triton", **options)
+
+
+QKV, GROUPED = (B, T, H, D), (B, T, 2, D)
+HEADS = P(None, None, "devices")
+CASES = {
+    "softmax": Case(on_triton(pk.softmax), [((B * T, V), FIRST)]),
+    "causal softmax": Case(on_triton(pk.softmax, causal=True), [((B, T, T), FIRST)]),
+    "layer_norm": Case(
+        on_triton(pk.layer_norm), [((B, T, C), FIRST), ((C,), WHOLE), ((C,), WHOLE)], (C, C)
+    ),
+    "layer_norm over time": Case(
+        on_triton(pk.layer_norm), [((B, T, C), SECOND), ((C,), WHOLE), ((C,), WHOLE)], (C, C)
+    ),
+    "rms_norm": Case(on_triton(pk.rms_norm), [((B, T, C), FIRST), ((C,), WHOLE)], (C,)),
+    "attention": Case(attention, [(QKV, FIRST)] * 3),
+    "attention over heads": Case(attention, [(QKV, HEADS)] * 3),
+    "grouped attention": Case(attention, [(QKV, FIRST), *[(GROUPED, FIRST)] * 2]),
+    "documents": Case(
+        lambda *qkv: attention(*qkv, segment_ids=jnp.zeros((B, T), jnp.int32)), [(QKV, FIRST)] * 3
+    ),
+    "packed attention over heads": Case(
+        on_triton(pk.flash_attention_qkv), [((B, T, 3, H, D), P(None, None, None, "devices"))]
+    ),
+    "rotary_qkv": Case(rotary, [((B, T, 3 * H * D), FIRST)]),
+    "fused_classifier": Case(losses, [((B * T, V), FIRST)]),
+    "transpose_copy": Case(on_triton(pk.transpose_copy), [((B, 64, V), FIRST)]),
+    "transpose_copy over columns": Case(on_triton(pk.transpose_copy), [((64, V), SECOND)]),
+    "linear_gelu": Case(
+        on_triton(pk.linear_gelu), [((B, T, C), FIRST), ((C, F), WHOLE), ((F,), WHOLE)], (C * F, F)
+    ),
+    "mlp": Case(
+        on_triton(pk.mlp),
+        [((B, T, C), FIRST), ((C, F), WHOLE), ((F,), WHOLE), ((F, C), WHOLE)],
+        (C * F, F, F * C),
+    ),
+    "swiglu": Case(
+        on_triton(pk.swiglu),
+        [((B, T, C), FIRST), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],
+        (2 * C * F, F * C),  # of both matrices of x in one
+    ),
+}
+# A matmul of JAX with contracted axes that are sharded raises an error.
+NOT_EXPLICIT = {"linear_gelu", "mlp", "swiglu"}
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2,), ("devices",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        pytest.param(name, kind, id=f"{name}-{kind.name}")
+        for name in CASES
+        for kind in (AxisType.Auto, AxisType.Explicit)
+        if kind == AxisType.Auto or name not in NOT_EXPLICIT
+    ],
+)
+def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
+    case, mesh = CASES[name], mesh_of(kind)
+    with jax.set_mesh(mesh):
+        shardings = [NamedSharding(mesh, spec) for _, spec in case.arrays]
+        arrays = [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+            for (shape, _), sharding in zip(case.arrays, shardings, strict=True)
+        ]
+
+        def gradients(*arrays):
+            out, pull_back = jax.vjp(case.f, *arrays)
+            return pull_back(out)
+
+        compiled = jax.jit(gradients, out_shardings=tuple(shardings)).lower(*arrays).compile()
+    text = compiled.as_text()
+    launches = re.findall(r"custom-call\((.*?)\), custom_call_target=\"xla_ffi_python", text)
+    assert launches
+    whole = ",".join(map(str, case.arrays[0][0]))
+    assert f"[{whole}]" not in " ".join(re.findall(r" = (.*?) custom-call", text))
+    found = re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", text)
+    sizes = [
+        int(np.prod([int(n) for n in shape.split(",") if n]))
+        for result in found
+        for shape in re.findall(r"\w\d*\[([\d,]*)\]", result)
+    ]
+    assert sorted(sizes) == sorted(case.sums)
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_values_of_shards(kind):
+    """A result without a sharded axis is the sum over the shards; absent arrays are left out."""
+
+    def kernel(x_NC, absent, scale_C):
+        return x_NC * scale_C[None], absent, x_NC.sum(0)
+
+    rule = Rule("n c, n c, c -> n c, n c, c", over="n")
+    x, scale = np.arange(32, dtype=np.float32).reshape(4, 8), np.full(8, 2, np.float32)
+    with jax.set_mesh(mesh_of(kind)):
+        sharding = NamedSharding(mesh_of(kind), FIRST)
+        y, absent, total = jax.jit(sharded(kernel, rule))(jax.device_put(x, sharding), None, scale)
+        assert absent is None and y.sharding.is_equivalent_to(sharding, 2)
+    np.testing.assert_array_equal(y, x * 2)
+    np.testing.assert_array_equal(total, x.sum(0))
+
+
+def test_numpy_arrays_with_in_shardings(triton_on_cpu):
+    """Their types name no mesh."""
+    shardings = [NamedSharding(mesh_of(AxisType.Auto), spec) for spec in (FIRST, WHOLE)]
+    f = jax.jit(on_triton(pk.rms_norm), in_shardings=shardings)
+    compiled = f.lower(np.ones((8, C), np.float32), np.ones(C, np.float32)).compile()
+    assert compiled.output_shardings.is_equivalent_to(shardings[0], 2)
+    assert re.findall(COLLECTIVES, compiled.as_text()) == []
+
+
+def test_explicit_axes_that_a_kernel_needs_whole_are_refused(triton_on_cpu):
+    with jax.set_mesh(mesh_of(AxisType.Explicit)):
+        x = jax.device_put(jnp.ones((8, V)), NamedSharding(mesh_of(AxisType.Explicit), SECOND))
+        with pytest.raises(ValueError, match=r"axes n s .* over n only.*jax\.sharding\.reshard"):
+            jax.jit(on_triton(pk.softmax))(x)
+
+
+def test_a_mesh_with_manual_and_other_axes_has_no_kernels(triton_on_cpu):
+    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
+    chosen = []
+
+    def inside(x):
+        chosen.append(pk.select("softmax", arrays=x))
+        return x
+
+    with jax.set_mesh(mesh):
+        specs = {"in_specs": P("manual"), "out_specs": P("manual")}
+        jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((8, V)))
+        assert pk.select("softmax", arrays=jnp.ones((8, V))) == "triton"
+    assert {*chosen} == {"xla"}
