@@ -128,8 +128,9 @@ def assert_trajectories(config, peak, name, *, device, gpt2_init, seeds):
         of, batches = functools.partial(from_params, config, params), windows(config, 4, seed=seed)
         exact = theirs(of(dtype=torch.float64, device=device), batches, rate)
         assert exact[-1] < 0.9 * exact[0]
-        residual = torch.bfloat16 if name == "bf16" else None
-        same = theirs(of(device=device, residual=residual), batches, rate, precision=name)
+        residual = torch.bfloat16 if name in ("bf16", "fp8") else None
+        model = of(device=device, residual=residual)
+        same = theirs(model.in_fp8() if name == "fp8" else model, batches, rate, precision=name)
         off_ours.append(ours(params, batches)[0] - exact)
         off_theirs.append(same - exact)
         torch.cuda.empty_cache()  # other tests use the same GPU
@@ -144,7 +145,7 @@ def assert_trajectories(config, peak, name, *, device, gpt2_init, seeds):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16_residual_fp32"])
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "bf16_residual_fp32", "fp8"])
 def test_ten_steps_on_the_gpu(name):
     # GPT-2's own start and a low rate: where the loss spikes, ten steps in fp32 part by 2e-5 on a
     # CPU, here by 4e-6.
@@ -152,7 +153,7 @@ def test_ten_steps_on_the_gpu(name):
     assert worst < 1e-5 if name == "fp32" else rms > 1e-5
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16_residual_fp32"])
-def test_ten_steps_in_bf16_on_the_cpu(name):
+@pytest.mark.parametrize("name", ["bf16", "bf16_residual_fp32", "fp8"])
+def test_ten_steps_in_bf16_and_fp8_on_the_cpu(name):
     rms, _ = assert_trajectories(TINY, 3e-3, name, device="cpu", gpt2_init=False, seeds=6)
     assert rms > 1e-5

@@ -30,6 +30,38 @@ class LayerNorm(nn.Module):
         return (x - mean) / torch.sqrt(variance + 1e-5) * self.weight + self.bias
 
 
+class _Rounded(torch.autograd.Function):
+    """Round x in the forward pass and the gradient in the backward pass; None rounds nothing."""
+
+    @staticmethod
+    def forward(ctx, x, forward, backward):
+        ctx.dtype = backward
+        return _round(x, forward)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return _round(gradient, ctx.dtype), None, None
+
+
+def _round(x, dtype):
+    """Round to an FP8 dtype, with a power of two that makes the largest number representable."""
+    if dtype is None or not x.any():
+        return x
+    scale = torch.exp2(torch.floor(torch.log2(torch.finfo(dtype).max / x.abs().max().float())))
+    return ((x * scale).to(dtype).to(torch.float32) / scale).to(x.dtype)
+
+
+def fp8_linear(x, weight, bias=None):
+    """A linear layer with FP8 matmuls in both passes: e4m3 times e4m3, or e5m2 for the gradient."""
+    x, weight = (_Rounded.apply(a, torch.float8_e4m3fn, None) for a in (x, weight))
+    return _Rounded.apply(nn.functional.linear(x, weight, bias), None, torch.float8_e5m2)
+
+
+class Fp8Linear(nn.Linear):
+    def forward(self, x):
+        return fp8_linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, c, n_head):
         super().__init__()
@@ -80,6 +112,15 @@ class TorchGPT2(nn.Module):
         self.blocks = nn.ModuleList(Block(n_embd, n_head) for _ in range(n_layer))
         self.ln_f = LayerNorm(n_embd)
         self.residual = residual
+        self.head = nn.functional.linear
+
+    def in_fp8(self):
+        """Use FP8 for the matmuls that are in FP8 in `gptjax.Precision("fp8")`."""
+        for block in self.blocks:
+            for layer in (block.attn.c_attn, block.mlp.c_fc, block.mlp.c_proj):
+                layer.__class__ = Fp8Linear
+        self.head = fp8_linear
+        return self
 
     def forward(self, tokens):
         x = self.wte[tokens] + self.wpe[: tokens.shape[1]]
@@ -87,7 +128,7 @@ class TorchGPT2(nn.Module):
         for block in self.blocks:
             x = x + block.attn(block.ln_1(x)).to(x.dtype)
             x = x + block.mlp(block.ln_2(x)).to(x.dtype)
-        return nn.functional.linear(self.ln_f(x), self.wte)
+        return self.head(self.ln_f(x), self.wte)
 
     def loss(self, tokens, targets):
         log_probs = torch.log_softmax(_at_least_fp32(self(tokens)), dim=-1)
@@ -142,14 +183,18 @@ def flatten(params: dict, prefix: str = "") -> dict:
     return flat
 
 
+def autocasts(precision: str) -> bool:
+    """Whether a precision of ours is PyTorch's autocast to bf16."""
+    return precision.startswith(("bf16", "fp8"))
+
+
 @contextlib.contextmanager
 def computing(precision: str, device: str = "cpu"):
     """PyTorch in the meaning of one of our precision names, until the block ends."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-    bf16 = precision.startswith("bf16")
     try:
-        with torch.autocast(device, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device, torch.bfloat16, enabled=autocasts(precision)):
             yield
     finally:
         torch.set_float32_matmul_precision(before)

@@ -2,7 +2,7 @@
 GPT-2."""
 
 import torch
-from reference.torch_gpt2 import TorchGPT2, computing
+from reference.torch_gpt2 import TorchGPT2, autocasts, computing
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
         optimizer.zero_grad(set_to_none=True)
         with computing(precision, device.type):
             loss = model.loss(tokens, targets)
-        with computing("fp32" if precision.startswith("bf16") else precision, device.type):
+        with computing("fp32" if autocasts(precision) else precision, device.type):
             loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, clip_norm)
         for group in optimizer.param_groups:
