@@ -86,6 +86,16 @@ def test_with_recomputation_and_on_two_devices(monkeypatch, changes):
     assert nonzero(model, params, parallel, **changes) == {operand: largest}
 
 
+def test_an_operand_with_more_numbers_than_int32_counts():
+    """As the gradient of the logits of 65,536 tokens."""
+    x_NI, w_IO = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2**17, 16), (16, 2**15)))
+
+    def found(x_NI, w_IO):
+        return clipping.shares(lambda: linear(x_NI, w_IO, numerics="fp8").sum())
+
+    assert jax.eval_shape(found, x_NI, w_IO)["linear.0.output_gradient"].shape == ()
+
+
 def test_a_call_inside_a_call_is_no_call_of_its_own():
     """As `projected_attention` on Hopper, which calls `linear` where it is not differentiated."""
     x = jnp.ones((16, 16)).at[0, 0].set(100)

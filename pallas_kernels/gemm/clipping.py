@@ -124,7 +124,7 @@ def count(part: str, q: Float[Array, "..."]) -> None:
 def _row(counts: dict[str, list]) -> Float[Array, " operands"]:
     def share(operand):
         parts = counts.get(operand, [])
-        total = sum(size for _, size in parts)
-        return sum((clipped for clipped, _ in parts), jnp.float32(0)) / max(total, 1)
+        total = sum(float(size) for _, size in parts)  # may exceed int32: tokens times vocabulary
+        return sum((clipped for clipped, _ in parts), jnp.float32(0)) / max(total, 1.0)
 
     return jnp.stack([share(operand) for operand in OPERANDS])
