@@ -55,32 +55,60 @@ def looped(
 
     Args:
         operation: name of the public function, for errors.
-        rule: axes of the arrays, for arrays that the compiler may shard. An axis of `jax.vmap` is
-            not sharded.
+        rule: axes of the arrays, for arrays that the compiler may shard. An axis of `jax.vmap` may
+            be sharded, too.
         overwrites: whether a kernel overwrites one of its arguments. Calling the result inside
             jax.shard_map(check_vma=True) then raises ValueError: JAX discharges the Ref to values
             whose types name no mesh axis, and refuses these types.
     """
+    return _launch(operation, _each(f, rule), overwrites)
+
+
+def _each(f: Callable, rule: Rule | None, depth: int = 0) -> Callable:
+    """Wrap f: `jax.vmap` calls f once for each element, on the device that has the element."""
+
     # A new object at each call: JAX caches the trace of f, and f depends on the default device.
-    f = functools.partial(sharded(f, rule))
-    return _launch(operation, jax.custom_batching.sequential_vmap(f), overwrites)
+    @jax.custom_batching.custom_vmap
+    def launch(*args):
+        return sharded(f, rule)(*args)
+
+    @launch.def_vmap
+    def _loop(size, is_batched, *args):
+        flags = jax.tree.leaves(is_batched)
+
+        def f_mapped(*args):
+            arrays, structure = jax.tree.flatten(args)
+
+            def one(mapped):
+                rest = iter(mapped)
+                chosen = [next(rest) if flag else x for x, flag in zip(arrays, flags, strict=True)]
+                return f(*jax.tree.unflatten(structure, chosen))
+
+            return jax.lax.map(one, [x for x, flag in zip(arrays, flags, strict=True) if flag])
+
+        longer = None if rule is None else rule.mapped(f"v{depth}", _flags(args, flags))
+        out = _each(f_mapped, longer, depth + 1)(*args)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return launch
 
 
-def batched(
-    operation: str,
-    f: Callable,
-    *,
-    rule: Rule | None = None,
-    shared: int = 0,
-    overwrites: bool = False,
-) -> Callable:
-    """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for all elements.
+def _flags(args: Any, flags: list[bool]) -> list[bool]:
+    """Return a flag for each argument: False for one that is None."""
+    rest = iter(flags)
+    leaves = jax.tree.leaves(args, is_leaf=lambda x: x is None)
+    return [x is not None and next(rest) for x in leaves]
+
+
+def batched(operation: str, f: Callable, *, rule: Rule, overwrites: bool = False) -> Callable:
+    """Wrap f, which launches kernels. `jax.vmap` launches the kernels once for all elements: it
+    adds an axis to the axes of the name with a star.
+
+    If `jax.vmap` maps an argument without this name, the kernels are launched in a loop.
 
     Args:
-        operation, rule, overwrites: as in `looped`.
-        f: its arguments and results have a leading batch axis.
-        shared: number of trailing arguments without a batch axis, which all elements of the batch
-            share. If `jax.vmap` maps a shared argument, f is launched in a loop.
+        operation, rule, overwrites: as in `looped`. The name with a star is the first axis of
+            arguments and results.
     """
 
     @jax.custom_batching.custom_vmap
@@ -89,24 +117,17 @@ def batched(
 
     @launch.def_vmap
     def _longer_batch(size, is_batched, *args):
-        first = len(args) - shared
-
-        def mapped(x, is_batched):
-            return x if is_batched else jnp.broadcast_to(x[None], (size, *x.shape))
-
-        def merged(x, is_batched):
-            x = mapped(x, is_batched)
-            return x.reshape(size * x.shape[1], *x.shape[2:])
-
-        def split(x):
-            return x.reshape(size, x.shape[0] // size, *x.shape[1:])
-
-        if any(jax.tree.leaves(is_batched[first:])):
-            full = jax.tree.map(mapped, args, tuple(is_batched))
-            out = jax.lax.map(lambda args: launch(*args), full)
+        arrays, structure = jax.tree.flatten(args, is_leaf=lambda x: x is None)
+        flags = _flags(args, jax.tree.leaves(is_batched))
+        starred = ["*" in "".join(names) for names in rule.sides[0]]
+        if any(flag and not star for flag, star in zip(flags, starred, strict=True)):
+            axes = jax.tree.map(lambda flag: 0 if flag else None, tuple(is_batched))
+            out = jax.vmap(_each(f, rule), axes)(*args)
         else:
-            own = jax.tree.map(merged, args[:first], tuple(is_batched[:first]))
-            out = jax.tree.map(split, launch(*own, *args[first:]))
+            for i, x in enumerate(arrays):
+                if starred[i] and not flags[i] and x is not None:
+                    arrays[i] = jnp.broadcast_to(x[None], (size, *x.shape))
+            out = launch(*jax.tree.unflatten(structure, arrays))
         return out, jax.tree.map(lambda _: True, out)
 
     return _launch(operation, launch, overwrites)

@@ -7,6 +7,7 @@ gather the arrays on every device.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,8 +25,10 @@ class Rule:
     A result without an axis that is sharded in the arguments is the sum over the shards.
 
     Attributes:
-        axes: such as "n c, c -> n c, c", with a term for each argument and each result, also for
-            one that is None. Equal names are one axis.
+        axes: such as "n* c, c -> n* c, c", with a term for each argument and each result, also for
+            one that is None. Equal names are one axis. A name with a star is one axis for the
+            function that launches, and any number of axes in the arrays. "k.g" is one axis that
+            merges an axis k, which may be sharded, and an axis g inside it, which may not.
         over: names of the axes that may be sharded. The compiler gathers the other axes, or raises
             an error if these are explicit axes of the mesh.
     """
@@ -33,24 +36,89 @@ class Rule:
     axes: str
     over: str
 
-    def terms(self, arguments: list[bool], results: list[bool]) -> list[list[Names]]:
-        """Return the names of the axes of each argument and each result, without those that are
-        None, for which the flag is False."""
-        return [
-            [term.split() for term, given in zip(side.split(","), tree, strict=True) if given]
-            for side, tree in zip(self.axes.split("->"), (arguments, results), strict=True)
-        ]
+    @property
+    def sides(self) -> list[list[Names]]:
+        """The names of the axes of all arguments, and of all results."""
+        sides = self.axes.split("->")
+        return [[term.split() for term in side.split(",")] for side in sides]
 
-    def sharded(self, arguments: list[Names], specs: list[Any]) -> dict[str, tuple[str, ...]]:
-        """Return the mesh axes of each named axis. The first argument with an axis decides."""
+    def of_shapes(self, shapes: list[tuple[int, ...] | None]) -> tuple["Rule", tuple[int, ...]]:
+        """Return the rule with a name for each axis of arguments of these shapes, and the sizes of
+        the axes of the name with a star."""
+        for names, shape in zip(self.sides[0], shapes, strict=True):
+            for i, name in enumerate(names):
+                if name.endswith("*") and shape is not None:
+                    sizes = shape[i : i + len(shape) - len(names) + 1]
+                    stem = name[:-1]
+                    more = " ".join(f"{stem}{j}" for j in range(len(sizes)))
+                    more = stem if len(sizes) == 1 else more
+                    axes, over = self.axes.replace(name, more), self.over.replace(name, more)
+                    return Rule(axes, over), sizes
+        return self, ()
+
+    def mapped(self, name: str, flags: list[bool]) -> "Rule":
+        """Return the rule of a launch with a further axis in front of the arguments of these flags
+        and of all results."""
+        sides = [[" ".join(names) for names in side] for side in self.sides]
+        given = zip(sides[0], flags, strict=True)
+        arguments = [f"{name} {term}" if flag else term for term, flag in given]
+        results = [f"{name} {term}" for term in sides[1]]
+        return Rule(f"{', '.join(arguments)} -> {', '.join(results)}", f"{name} {self.over}")
+
+    def sharded(
+        self, names: list[Names], specs: list[Any], sizes: dict[str, int], devices: dict[str, int]
+    ) -> dict[str, tuple[str, ...]]:
+        """Return the mesh axes of each named axis. The first argument with an axis decides.
+
+        Args:
+            names, specs: axes of the arguments, and their sharding.
+            sizes: size of each named axis.
+            devices: number of devices along each mesh axis.
+        """
         found: dict[str, tuple[str, ...]] = {}
-        for names, spec in zip(arguments, specs, strict=True):
-            for name, axes in zip(names, spec, strict=False):
-                axes = (axes,) if isinstance(axes, str) else axes or ()
+        for term, spec in zip(names, specs, strict=True):
+            for name, axes in zip(term, spec, strict=False):
+                name, axes = outer(name), (axes,) if isinstance(axes, str) else axes or ()
                 used = {axis for others in found.values() for axis in others}
-                if name in self.over.split() and name not in found and not used & {*axes}:
+                number = math.prod(devices.get(axis, 1) for axis in axes)
+                divides = sizes.get(name, number) % number == 0
+                if name in self.over.split() and divides and not (name in found or used & {*axes}):
                     found[name] = axes
         return found
+
+
+def outer(name: str) -> str:
+    """Return the axis that may be sharded of an axis such as "k.g"."""
+    return name.partition(".")[0]
+
+
+def may_shard() -> bool:
+    """Return whether the compiler may shard arrays: not with one device or in `jax.shard_map`."""
+    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+
+
+def automatic(f: Callable, x: jax.Array, w: Any) -> Callable:
+    """Wrap f, with a result x w: all axes of the mesh are automatic in f.
+
+    With explicit axes, JAX's matmuls raise an error where the sharding of the result is ambiguous.
+    The result is sharded as the rows of x and the columns of w. An axis of the mesh that shards
+    both shards the rows.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    explicit = _axes_of(mesh, AxisType.Explicit)
+    if not explicit or mesh.manual_axes:
+        return f
+    *rows, _ = jax.typeof(x).sharding.spec
+    *_, columns = jax.typeof(jax.tree.leaves(w)[0]).sharding.spec
+    used = {axis for axes in rows for axis in ((axes,) if isinstance(axes, str) else axes or ())}
+    taken = used & {*((columns,) if isinstance(columns, str) else columns or ())}
+    spec = PartitionSpec(*rows, None if taken else columns)
+    return jax.sharding.auto_axes(f, axes=explicit, out_sharding=spec)
+
+
+def _axes_of(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(axis for axis, axis_type in axes if axis_type == kind)
 
 
 def sharded(f: Callable, rule: Rule | None) -> Callable:
@@ -61,63 +129,109 @@ def sharded(f: Callable, rule: Rule | None) -> Callable:
     """
 
     def launch(*args: Any) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        if rule is None or mesh.manual_axes or jax.device_count() == 1:
+        if rule is None:
             return f(*args)
-        return _partitioned(f, rule, args, mesh)
+        mesh = jax.sharding.get_abstract_mesh()
+        shapes = [None if x is None else x.shape for x in _leaves(args)]
+        f_merged, (of_arrays, _) = _merging(f, rule), rule.of_shapes(shapes)
+        if not may_shard():
+            return f_merged(*args)
+        return _partitioned(f_merged, of_arrays, args, mesh)
 
     return launch
 
 
+def _merging(f: Callable, rule: Rule) -> Callable:
+    """Wrap f: its arguments and results have one axis for a name with a star."""
+    arguments, results = rule.sides
+
+    def reshaped(tree, terms, shape_of):
+        leaves, structure = jax.tree.flatten(tree, is_leaf=_is_none)
+        for i, names in enumerate(terms):
+            at = next((at for at, name in enumerate(names) if name.endswith("*")), None)
+            if leaves[i] is not None and at is not None:
+                leaves[i] = leaves[i].reshape(shape_of(leaves[i].shape, at, len(names)))
+        return jax.tree.unflatten(structure, leaves)
+
+    def f_merged(*args):
+        _, sizes = rule.of_shapes([None if x is None else x.shape for x in _leaves(args)])
+        if len(sizes) == 1:
+            return f(*args)
+
+        def merged(shape, at, axes):
+            more = len(shape) - axes + 1
+            return (*shape[:at], math.prod(sizes), *shape[at + more :])
+
+        def split(shape, at, axes):
+            return (*shape[:at], *sizes, *shape[at + 1 :])
+
+        return reshaped(f(*reshaped(args, arguments, merged)), results, split)
+
+    return f_merged
+
+
 def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
-    traced: list[list[bool]] = []
+    given = [x is not None for x in _leaves(args)]
+    arguments = _present(rule.sides[0], given)
+    sizes = {
+        name: size
+        for names, x in zip(arguments, jax.tree.leaves(args), strict=True)
+        for name, size in zip(names, x.shape, strict=True)
+    }
+    results: list[list[Names]] = []
 
     def f_traced(*args):
         out = f(*args)
-        traced.append(_present(out))
+        results.append(_present(rule.sides[1], [x is not None for x in _leaves(out)]))
         return out
 
-    def terms() -> list[list[Names]]:
-        return rule.terms(_present(args), traced[0])
-
-    def partition(mesh, shapes, results):
-        arguments, outputs = terms()
-        axes = rule.sharded(arguments, [x.sharding.spec for x in jax.tree.leaves(shapes)])
+    def partition(mesh, shapes, _):
+        specs = [x.sharding.spec for x in jax.tree.leaves(shapes)]
+        axes = rule.sharded(arguments, specs, sizes, dict(mesh.shape))
 
         def on_shard(*shards):
             # An explicit axis of the mesh would belong to the types of the shards.
             with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
                 out, structure = jax.tree.flatten(f(*shards))
-                for i, names in enumerate(outputs):
-                    over = [axis for name in axes if name not in names for axis in axes[name]]
+                for i, names in enumerate(results[0]):
+                    own = {outer(name) for name in names}
+                    over = [axis for name in axes if name not in own for axis in axes[name]]
                     out[i] = jax.lax.psum(out[i], tuple(over)) if over else out[i]
             return jax.tree.unflatten(structure, out)
 
-        def shardings(tree, sides):
-            given = [NamedSharding(mesh, _partition_spec(names, axes)) for names in sides]
+        def shardings(tree, side):
+            given = [NamedSharding(mesh, _partition_spec(names, axes)) for names in side]
             return jax.tree.unflatten(jax.tree.structure(tree), given)
 
-        return mesh, on_shard, shardings(results, outputs), shardings(shapes, arguments)
+        return mesh, on_shard, shardings(_, results[0]), shardings(shapes, arguments)
 
     def of_shardy(*_) -> tuple[str, dict]:
-        text = " -> ".join(", ".join(map(" ".join, side)) for side in terms())
+        sides = arguments, results[0]
+        text = " -> ".join(
+            ", ".join(" ".join(_factors(name) for name in names) for names in side)
+            for side in sides
+        )
         # In the order of Shardy's factors: that of their first appearance.
-        names = dict.fromkeys(name for side in terms() for axes in side for name in axes)
+        names = dict.fromkeys(
+            factor for side in sides for axes in side for name in axes for factor in name.split(".")
+        )
         whole = tuple(name for name in names if name not in rule.over.split())
-        return text, {"need_replication_factors": whole}
+        inner = {
+            name.partition(".")[2]: size // sizes[outer(name)]
+            for name, size in sizes.items()
+            if "." in name
+        }
+        return text, {"need_replication_factors": whole, **inner}
 
     call = custom_partitioning(f_traced)
     call.def_partition(partition=partition, sharding_rule=of_shardy)
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    explicit = tuple(axis for axis, kind in kinds if kind == AxisType.Explicit)
-    if not explicit:
+    if not (explicit := _axes_of(mesh, AxisType.Explicit)):
         return call(*args)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        results = jax.eval_shape(f_traced, *plain)
-    arguments, outputs = terms()
+        shapes = jax.eval_shape(f_traced, *plain)
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
-    axes = rule.sharded(arguments, specs)
+    axes = rule.sharded(arguments, specs, sizes, dict(mesh.shape))
     for names, spec in zip(arguments, specs, strict=True):
         wanted = _partition_spec(names, axes)
         if any(given not in (None, part) for given, part in zip(spec, wanted, strict=False)):
@@ -125,16 +239,29 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
                 f"expected arrays with axes {' '.join(names)} that are sharded alike, and over "
                 f"{rule.over} only, got the sharding {spec}: use jax.sharding.reshard"
             )
-    out = [_partition_spec(names, axes) for names in outputs]
-    out_sharding = jax.tree.unflatten(jax.tree.structure(results), out)
+    out = [_partition_spec(names, axes) for names in results[0]]
+    out_sharding = jax.tree.unflatten(jax.tree.structure(shapes), out)
     return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out_sharding)(*args)
 
 
+def _factors(name: str) -> str:
+    return f"({name.replace('.', ' ')})" if "." in name else name
+
+
 def _partition_spec(names: Names, axes: dict[str, tuple[str, ...]]) -> PartitionSpec:
-    parts = [axes.get(name) or None for name in names]
+    parts = [axes.get(outer(name)) or None for name in names]
     return PartitionSpec(*(p[0] if p and len(p) == 1 else p for p in parts))
 
 
-def _present(tree: Any) -> list[bool]:
-    """Return for each leaf of the tree whether it is not None."""
-    return [x is not None for x in jax.tree.leaves(tree, is_leaf=lambda x: x is None)]
+def _present(terms: list[Names], given: list[bool]) -> list[Names]:
+    """Return the terms without those of absent arrays."""
+    return [names for names, flag in zip(terms, given, strict=True) if flag]
+
+
+def _leaves(tree: Any) -> list[Any]:
+    """Return the leaves of the tree, None included."""
+    return jax.tree.leaves(tree, is_leaf=_is_none)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None

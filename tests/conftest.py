@@ -17,7 +17,8 @@ os.environ["XLA_FLAGS"] = " ".join(
         if Path("/proc/driver/nvidia").exists()
         else "--xla_backend_optimization_level=0",
         os.environ.get("XLA_FLAGS", ""),
-        "--xla_force_host_platform_device_count=2 --xla_cpu_parallel_codegen_split_count=1",
+        f"--xla_force_host_platform_device_count={os.environ.get('TEST_DEVICES', 2)}",
+        "--xla_cpu_parallel_codegen_split_count=1",
     ]
 )
 # XLA's threads: in the interpreter for Mosaic GPU each warpgroup that waits at a barrier holds one

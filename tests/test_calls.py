@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import _calls
+from pallas_kernels._partition import Rule
 
 
 def normal(seed, *shape):
@@ -16,7 +17,8 @@ def normal(seed, *shape):
 
 def test_differentiating_a_kernel_names_the_public_function():
     x = normal(0, 4, 8)
-    for wrap in (_calls.looped, _calls.batched):
+    rule = Rule("n* c, -> n* c", over="n*")
+    for wrap in (_calls.looped, functools.partial(_calls.batched, rule=rule)):
         kernel = wrap("softmax", lambda x, nothing: 2 * x)
         np.testing.assert_array_equal(jax.jit(kernel)(x, None), 2 * x)
         with pytest.raises(NotImplementedError, match="softmax: .*implementation='reference'"):
@@ -24,20 +26,22 @@ def test_differentiating_a_kernel_names_the_public_function():
 
 
 def test_vmap_of_launches():
-    """`looped` calls each element, `batched` all at once, but for a mapped argument that is
-    shared."""
+    """`looped` calls each element, `batched` all at once, but for a mapped argument
+    without the name with a star."""
     shapes = []
 
     def kernel(x_BC, scale, *, add=0.0):
         shapes.append(x_BC.shape)
         return {"out": x_BC * scale + add, "sums": x_BC.sum(1)}
 
+    rule = Rule("b* c, -> b* c, b*", over="b*")
+    batched = functools.partial(_calls.batched, rule=rule)
     x, scale = normal(30, 5, 3, 4), normal(31, 5)
     for wrap, f, in_axes, shape in [
         (_calls.looped, kernel, (0, None), (3, 4)),
-        (functools.partial(_calls.batched, shared=1), kernel, (0, None), (15, 4)),
-        (functools.partial(_calls.batched, shared=1), kernel, (None, 0), (3, 4)),
-        (functools.partial(_calls.batched, shared=1), kernel, (0, 0), (3, 4)),
+        (batched, kernel, (0, None), (15, 4)),
+        (batched, kernel, (None, 0), (3, 4)),
+        (batched, kernel, (0, 0), (3, 4)),
     ]:
         arrays = [a if axis == 0 else a[0] for a, axis in zip((x, scale), in_axes, strict=True)]
         shapes.clear()

@@ -6,7 +6,10 @@ shapes of the launches, and all collectives.
 """
 
 import dataclasses
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import jax
@@ -32,6 +35,8 @@ class Case:
     f: Callable
     arrays: list[tuple[tuple[int, ...], PartitionSpec]]
     sums: tuple[int, ...] = ()
+    second: tuple[int, ...] = ()
+    """Sums of XLA's matmuls over a second mesh axis: one more collective each."""
 
 
 def attention(*arrays, **options):
@@ -66,6 +71,18 @@ CASES = {
     "attention": Case(attention, [(QKV, FIRST)] * 3),
     "attention over heads": Case(attention, [(QKV, HEADS)] * 3),
     "grouped attention": Case(attention, [(QKV, FIRST), *[(GROUPED, FIRST)] * 2]),
+    "grouped attention over heads": Case(attention, [(QKV, HEADS), *[(GROUPED, HEADS)] * 2]),
+    "attention under vmap": Case(jax.vmap(attention), [((2, *QKV), FIRST)] * 3),
+    "rms_norm under vmap": Case(
+        jax.vmap(on_triton(pk.rms_norm), (0, None)), [((B, T, C), FIRST), ((C,), WHOLE)], (C,)
+    ),
+    "rms_norm under vmap of scales": Case(
+        jax.vmap(on_triton(pk.rms_norm)), [((B, T, C), FIRST), ((B, C), FIRST)]
+    ),
+    "softmax of batch and time": Case(on_triton(pk.softmax), [((B, T, V), P("devices", "time"))]),
+    "rms_norm of batch and time": Case(
+        on_triton(pk.rms_norm), [((B, T, C), P("devices", "time")), ((C,), WHOLE)], (C,)
+    ),
     "documents": Case(
         lambda *qkv: attention(*qkv, segment_ids=jnp.zeros((B, T), jnp.int32)), [(QKV, FIRST)] * 3
     ),
@@ -84,18 +101,30 @@ CASES = {
         [((B, T, C), FIRST), ((C, F), WHOLE), ((F,), WHOLE), ((F, C), WHOLE)],
         (C * F, F, F * C),
     ),
+    "mlp of batch and time": Case(
+        on_triton(pk.mlp),
+        [((B, T, C), P("devices", "time")), ((C, F), WHOLE), ((F,), WHOLE), ((F, C), WHOLE)],
+        (C * F, F, F * C),
+        (C * F, F * C),
+    ),
+    "swiglu of batch and time": Case(
+        on_triton(pk.swiglu),
+        [((B, T, C), P("devices", "time")), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],
+        (2 * C * F, F * C),
+        (2 * C * F, F * C),
+    ),
     "swiglu": Case(
         on_triton(pk.swiglu),
         [((B, T, C), FIRST), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],
         (2 * C * F, F * C),  # of both matrices of x in one
     ),
 }
-# A matmul of JAX with contracted axes that are sharded raises an error.
-NOT_EXPLICIT = {"linear_gelu", "mlp", "swiglu"}
 
 
 def mesh_of(kind):
-    return jax.make_mesh((2,), ("devices",), axis_types=(kind,), devices=jax.devices()[:2])
+    """Two devices, or eight in the process of `test_on_eight_devices`."""
+    sizes = (4, 2) if jax.device_count() == 8 else (2, 1)
+    return jax.make_mesh(sizes, ("devices", "time"), axis_types=(kind,) * 2)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +133,6 @@ def mesh_of(kind):
         pytest.param(name, kind, id=f"{name}-{kind.name}")
         for name in CASES
         for kind in (AxisType.Auto, AxisType.Explicit)
-        if kind == AxisType.Auto or name not in NOT_EXPLICIT
     ],
 )
 def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
@@ -132,8 +160,17 @@ def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
         for result in found
         for shape in re.findall(r"\w\d*\[([\d,]*)\]", result)
     ]
-    assert sorted(sizes) == sorted(case.sums)
+    second = case.second if mesh.shape["time"] > 1 else ()
+    assert sorted(sizes) == sorted(case.sums + second)
     assert "all-gather" not in text
+
+
+def test_on_eight_devices():
+    """Cases in which two axes are sharded, in a process of its own."""
+    cases = ["-k", "launches and batch and time"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, *cases]
+    done = subprocess.run(command, env=os.environ | {"TEST_DEVICES": "8"}, capture_output=True)
+    assert done.returncode == 0, done.stdout.decode()[-2000:]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

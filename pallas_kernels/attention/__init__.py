@@ -367,17 +367,18 @@ def _run(backend, options, name, operands, bounds, *arrays):
     module = importlib.import_module(f"{__name__}.{_MODULES[backend][name]}")
     f = functools.partial(getattr(module, name), options=options)
     if len(operands) == 1:
-        given, over = "b t z h d", "b h"
-    elif operands[0].shape[2] == operands[1].shape[2]:
-        given, over = "b t h d, b t h d, b t h d", "b h"
-    else:  # the compiler may give a query head and its key head to different devices
-        given, over = "b t h d, b t k d, b t k d", "b"
-    bounded = "b t" if bounds is None else "b t, b t"
+        given, query = "b* t z h d", "h"
+    else:  # query head h uses key head h // (H / K): both are split alike
+        query = "h" if operands[0].shape[2] == operands[1].shape[2] else "h.g"
+        given = f"b* t {query} d, b* s h d, b* s h d"
+    bounded = "b* t" if bounds is None else "b* t, b* t"
     if name == "forward":
-        rule = f"{given}, {bounded} -> b t h d, b h t"
+        rule = f"{given}, {bounded} -> b* t {query} d, b* {query} t"
     else:
-        rule = f"{given}, {bounded}, b h t, b t h d, b t h d, b h t -> {given}"
-    launch = _calls.batched("flash_attention", f, rule=Rule(rule, over))
+        out, rows = f"b* t {query} d", f"b* {query} t"
+        rule = f"{given}, {bounded}, {rows}, {out}, {out}, {rows} -> {given}"
+    rule = Rule(rule, over="b* h")
+    launch = _calls.batched("flash_attention", f, rule=rule)
     return launch(operands, bounds, *arrays)
 
 

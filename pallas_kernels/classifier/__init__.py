@@ -289,9 +289,9 @@ def _run(options, logits_NV, targets, weights_M):
         from pallas_kernels.classifier import triton
 
         f = functools.partial(triton.classify, scale=scale, **how)
-        columns = "n m" if targets.ndim == 2 else "n"
-        rule = Rule(f"n v, {columns}, m -> n, n v", over="n")
-        how = {"rule": rule, "shared": 1, "overwrites": scale is None}
+        columns = "n* m" if targets.ndim == 2 else "n*"
+        rule = Rule(f"n* v, {columns}, m -> n*, n* v", over="n*")
+        how = {"rule": rule, "overwrites": scale is None}
         launch = _calls.batched("fused_classifier", f, **how)
         return launch(logits_NV, targets, weights_M)
     losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **how)

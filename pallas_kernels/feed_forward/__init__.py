@@ -51,7 +51,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels._partition import Rule
+from pallas_kernels._partition import Rule, automatic
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm.numerics import (
     Fp8,
@@ -61,7 +61,7 @@ from pallas_kernels.gemm.numerics import (
     numerics_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
+from pallas_kernels.gemm.operands import Operand, as_row, check_dtypes, exact, separate
 from pallas_kernels.gemm.sums import sum_rows
 from pallas_kernels.linear import checked_linear
 
@@ -179,7 +179,11 @@ def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation
         y = reference(x, w_IO, b, activation=activation).astype(x.dtype)
         return checked_linear("mlp", y, w2, None, "reference", numerics)
     options = Options(activation, backend, numerics, output_major, implementation)
-    y_NC = numerics.call("mlp", _mlp, *separate(given), w, b, w2, options)
+
+    def call(x, converted, w, b, w2):
+        return numerics.call("mlp", _mlp, x, converted, w, b, w2, options)
+
+    y_NC = automatic(call, x, w2)(*separate(given, numerics.flat), w, b, w2)
     return y_NC.reshape(*x.shape[:-1], w2.shape[1])
 
 
@@ -291,10 +295,10 @@ class Options:
         return importlib.import_module(f"{__name__}.{self.backend}")
 
     def call(self, kernel: Callable, axes: str, *args: Any, **static: Any) -> Any:
-        """Call a function that launches kernels; `axes` are those of a `Rule` over n and o."""
+        """Call a function that launches kernels; `axes` are those of a `Rule` over n* and o."""
         name, rule = (
             f"linear_{self.activation}",
-            None if self.numerics.quantized else Rule(axes, "n o"),
+            None if self.numerics.quantized else Rule(axes, "n* o"),
         )
         return _calls.looped(name, functools.partial(kernel, **static), rule=rule)(*args)
 
@@ -305,7 +309,11 @@ def _linear(kernel, activation, x, w, b, implementation, numerics):
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
     options = Options(activation, backend, numerics)
-    y_NO = _calls.differentiable(kernel, _activated, separate(x)[0], w, b, options)
+
+    def call(x, w, b):
+        return _calls.differentiable(kernel, _activated, x, w, b, options)
+
+    y_NO = automatic(call, x, w)(separate(x, numerics.flat)[0], w, b)
     return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
 
@@ -370,7 +378,7 @@ def _mlp_backward(options, saved, dy_NC):
         arrays = dy.rows, w2_OC, saved_NO, numerics.factors(dy, w2), scale
         static = {"stored": stored, "bias": b_O is not None}
         du_NO, du_ON, db_O = options.call(
-            options.kernels().du, "n c, o c, n o, -> n o, o n, o", *arrays, **static
+            options.kernels().du, "n* c, o c, n* o, -> n* o, o n*, o", *arrays, **static
         )
         du, y_again = Operand(du_NO, du_ON, dy.scale), None
     else:
@@ -390,8 +398,8 @@ _mlp.defvjp(_mlp_forward, _mlp_backward)
 def _why_not_du(dy: Operand, w2: Operand) -> str | None:
     from pallas_kernels.gemm import mosaic
 
-    (n, c), o = dy.rows.shape, w2.rows.shape[0]
-    return mosaic.why_not(n, o, c, dy.rows.dtype.itemsize)
+    *rows, c = dy.rows.shape
+    return mosaic.why_not(math.prod(rows), w2.rows.shape[0], c, dy.rows.dtype.itemsize)
 
 
 def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
@@ -404,7 +412,7 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
         if options.backend == "xla":
             return _hidden_in_xla(options, u_NO.astype(jnp.float32), b_O, dtype)
         kernel = options.kernels().activated_pass
-        axes, static = "n o, o -> n o, o n, n o", {"activation": activation, "stored": stored}
+        axes, static = "n* o, o -> n* o, o n*, n* o", {"activation": activation, "stored": stored}
         y_NO, y_ON, saved_NO = options.call(kernel, axes, u_NO, b_O, **static)
     else:
         matrix = w.k_major
@@ -412,14 +420,16 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
             matrix = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
         arrays = x.rows, matrix, b_O, numerics.factors(x, w)
         static = {"activation": activation, "stored": stored, "save": save}
-        axes = "n i, i o, o -> n o, o n, n o"
+        axes = "n* i, i o, o -> n* o, o n*, n* o"
         y_NO, y_ON, saved_NO = options.call(options.kernels().activated, axes, *arrays, **static)
     return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
 
 
 def _hidden_in_xla(options, u_NO, b_O, dtype):
     stored = options.stored(dtype)
-    y_NO, derivative_NO = ACTIVATIONS[options.activation](u_NO if b_O is None else u_NO + b_O[None])
+    y_NO, derivative_NO = ACTIVATIONS[options.activation](
+        u_NO if b_O is None else u_NO + as_row(b_O, u_NO)
+    )
     y = options.numerics.hidden(options.activation, y_NO.astype(dtype))
     if stored is None:
         return y, derivative_NO.astype(dtype)
@@ -447,7 +457,7 @@ def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, ag
         b_O = None if b_O is None else b_O.astype(jnp.float32)
         arrays = dh_NO, saved_NO, b_O, None if scale is None else scale.value
         static = {"activation": options.activation, "stored": stored, "again": again}
-        axes = "n o, n o, o, -> n o, o n, o, o n"
+        axes = "n* o, n* o, o, -> n* o, o n*, o, o n*"
         du_NO, du_ON, db_O, y_ON = options.call(triton.gradient, axes, *arrays, **static)
         return Operand(du_NO, du_ON, scale), db_O, Operand(None, y_ON)
     derivative_NO = saved_NO.astype(jnp.float32)

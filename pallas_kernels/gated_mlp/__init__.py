@@ -36,7 +36,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels._partition import Rule
+from pallas_kernels._partition import Rule, automatic
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
@@ -102,8 +102,12 @@ def swiglu(
     if backend == "reference":
         y_NC = reference(x, w_gate, w_up, w_down).astype(x.dtype)
     else:
-        args = *separate(given), (w_gate, w_up), w_down, backend, how
-        y_NC = how.call("swiglu", _swiglu, *args)
+
+        def call(x, converted, w_gate_up, w_down):
+            return how.call("swiglu", _swiglu, x, converted, w_gate_up, w_down, backend, how)
+
+        arrays = *separate(given, how.flat), (w_gate, w_up), w_down
+        y_NC = automatic(call, x, w_down)(*arrays)
     return y_NC.reshape(*x.shape[:-1], w_down.shape[1])
 
 
@@ -152,7 +156,7 @@ def hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:
 
         stored = numerics.hidden_format("silu", gu_N2F.dtype)
         kernel = functools.partial(triton.activated, stored=stored)
-        launch = _calls.looped("swiglu", kernel, rule=Rule("n f2 -> n f", over="n"))
+        launch = _calls.looped("swiglu", kernel, rule=Rule("n* f2 -> n* f", over="n*"))
         return Operand(launch(gu_N2F), factor=stored.scale)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)
     return numerics.hidden("silu", (jax.nn.silu(g) * u).astype(gu_N2F.dtype), k_major=False)
@@ -170,7 +174,7 @@ def hidden_gradient(gu_N2F, dh_NF, dy: Operand, backend: str, numerics: Numerics
         stored = numerics.hidden_format("silu", gu_N2F.dtype)
         kernel = functools.partial(triton.activated_backward, stored=stored)
         scale = None if dy.scale is None else dy.scale.value
-        rule = Rule("n f2, n f, -> n f2, f2 n, n f, f n", over="n")
+        rule = Rule("n* f2, n* f, -> n* f2, f2 n*, n* f, f n*", over="n*")
         *dgu, h_NF, h_FN = _calls.looped("swiglu", kernel, rule=rule)(gu_N2F, dh_NF, scale)
         return Operand(*dgu, dy.scale), Operand(h_NF, h_FN, factor=stored.scale)
     g, u = jnp.split(gu_N2F.astype(jnp.float32), 2, axis=-1)

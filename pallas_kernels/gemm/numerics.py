@@ -40,12 +40,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
+from pallas_kernels._partition import may_shard
 from pallas_kernels.gemm import clipping
 from pallas_kernels.gemm.operands import (
     E4M3,
     E5M2,
     Operand,
     Scale,
+    as_row,
     quantize,
     quantize_by_largest,
     sample,
@@ -128,6 +130,11 @@ class Numerics(abc.ABC):
         return None
 
     @property
+    def flat(self) -> bool:
+        """Whether the rows of operands are one axis; else all leading axes of the activations."""
+        return True
+
+    @property
     def stored_activation(self) -> tuple[jax.typing.DTypeLike, float] | None:
         """Dtype and factor of the rows that a norm stores for `activation`. None: the norm stores
         an array, and `activation` converts it."""
@@ -203,7 +210,7 @@ class Numerics(abc.ABC):
     def product(self, x: Operand, w: Operand, dtype, bias_O=None) -> jax.Array:
         """Return x w + bias in `dtype`."""
         y_NO = self.matmul(x, w, dtype)
-        return y_NO if bias_O is None else y_NO + bias_O.astype(y_NO.dtype)[None]
+        return y_NO if bias_O is None else y_NO + as_row(bias_O.astype(y_NO.dtype), y_NO)
 
     def input_gradient(self, dy: Operand, w: Operand, dtype) -> jax.Array:
         """Return dy wᵀ in `dtype`."""
@@ -245,6 +252,10 @@ class Plain(Numerics):
         return self
 
     @property
+    def flat(self):
+        return self.tf32 or not may_shard()
+
+    @property
     def tf32(self) -> bool:
         """Whether operands are copied to K-major layout."""
         return self.precision == jax.lax.Precision.HIGH
@@ -270,11 +281,17 @@ class Plain(Numerics):
         return Operand(dy)
 
     def matmul(self, a, b, dtype):
-        a_MK, over_a = (a.k_major, 0) if a.rows is None else (a.rows, 1)
-        b_KN, over_b = (b.rows, 0) if b.k_major is None else (b.k_major, 1)
+        # The axes of the sum: the last one, or those of the rows, which may be several.
+        def over(x, last):
+            axes = jax.tree.leaves(x)[0].ndim - 1
+            return (axes,) if last else (*range(axes),)
+
+        a_MK = a.k_major if a.rows is None else a.rows
+        b_KN = b.rows if b.k_major is None else b.k_major
+        sums = over(a_MK, a.rows is not None), over(b_KN, b.k_major is not None)
         narrow = min((x.dtype for x in jax.tree.leaves((a_MK, b_KN))), key=lambda d: d.itemsize)
-        axes = (((over_a,), (over_b,)), ((), ()))
         how = {"precision": self.precision, "preferred_element_type": dtype}
+        axes = (sums, ((), ()))
         return jax.lax.dot_general(joined(a_MK, narrow), joined(b_KN, narrow), axes, **how)
 
     def product(self, x, w, dtype, bias_O=None):
@@ -293,8 +310,8 @@ class Plain(Numerics):
             return self.matmul(x, w, dtype)
 
         def add_in(sum_dtype, x, w, bias_O):
-            y_NO = self.matmul(x, w, sum_dtype) + bias_O.astype(sum_dtype)[None]
-            return y_NO.astype(dtype)
+            y_NO = self.matmul(x, w, sum_dtype)
+            return (y_NO + as_row(bias_O.astype(sum_dtype), y_NO)).astype(dtype)
 
         # cuBLASLt adds a bf16 bias to the fp32 accumulator of a bf16 matmul. XLA fuses a bf16
         # matmul and a bf16 addition to this epilogue, and stores no fp32 result. The same

@@ -86,12 +86,22 @@ def exact(x: Any) -> Any:
     return x.exact if isinstance(x, Operand) else x
 
 
-def separate(x: Any) -> tuple[Array, Operand | None]:
-    """Return the matrix of an array or `Operand` before rounding, with one axis of rows, and the
-    operand without it, or None."""
+def separate(x: Any, flat: bool = True) -> tuple[Array, Operand | None]:
+    """Return the matrix of an array or `Operand` before rounding, and the operand without it, or
+    None.
+
+    Args:
+        flat: whether the matrix has one axis of rows. Merging axes that the compiler shards would
+            gather them.
+    """
     y = exact(x)
     operand = dataclasses.replace(x, exact=None) if isinstance(x, Operand) else None
-    return y.reshape(math.prod(y.shape[:-1]), y.shape[-1]), operand
+    return y.reshape(math.prod(y.shape[:-1]), y.shape[-1]) if flat else y, operand
+
+
+def as_row(b_O: Float[Array, " O"], like: Array) -> Array:
+    """Return b with the number of axes of `like`."""
+    return b_O.reshape((1,) * (like.ndim - 1) + b_O.shape)
 
 
 def sample(x: Float[Array, "R C"]) -> Float[Array, "..."]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +36,20 @@ _dispatch.register(
 
 
 def sum_rows(x_NO, *others):
-    """Return Σ_n x in fp32, the gradient of a bias.
+    """Return Σ_n x over all axes but the last in fp32, the gradient of a bias.
 
     Args:
         others: further arrays of the call, for `select`.
     """
     # XLA splits a sum of 65,536 rows over many thread blocks, and reaches the copy rate. XLA splits
     # 4096×2304 over only 18 thread blocks, which take 41 µs on an H200.
-    backend = _dispatch.select("sum_rows", arrays=(x_NO, *others), rows=x_NO.shape[0])
+    backend = _dispatch.select("sum_rows", arrays=(x_NO, *others), rows=math.prod(x_NO.shape[:-1]))
     if backend == "triton":
         from pallas_kernels.gemm import triton
 
-        rule = Rule("n o -> o", over="n o")
+        rule = Rule("n* o -> o", over="n* o")
         return _calls.looped("linear", triton.sum_rows, rule=rule)(x_NO)
-    return x_NO.astype(jnp.float32).sum(0)
+    return x_NO.astype(jnp.float32).sum(range(x_NO.ndim - 1))
 
 
 @_dispatch.example("sum_rows")

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _dispatch
 from pallas_kernels._dispatch import BackEnd
+from pallas_kernels._partition import automatic
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Numerics,
@@ -94,7 +95,11 @@ def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics
     if backend == "reference":
         y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
     else:
-        y_NO = numerics.call(kernel, _linear, *separate(given), w, b, numerics)
+
+        def call(x, converted, w, b):
+            return numerics.call(kernel, _linear, x, converted, w, b, numerics)
+
+        y_NO = automatic(call, x, w)(*separate(given, numerics.flat), w, b)
     return y_NO.reshape(*x.shape[:-1], outputs)
 
 

@@ -56,8 +56,8 @@ from pallas_kernels.gemm.numerics import (
 from pallas_kernels.gemm.operands import Operand, exact, largest, transposed
 
 AXES = {
-    "forward": "... c, ... c, c, c, c -> ... c, ... c, s ...",
-    "backward": "... c, ... c, ... c, s ..., c -> ... c, c, c, c",
+    "forward": "n* c, n* c, c, c, c -> n* c, n* c, s n*",
+    "backward": "n* c, n* c, n* c, s n*, c -> n* c, c, c, c",
 }
 """Axes of the arrays of `run`, for a `Rule`."""
 MAX_CHANNELS = 8192
@@ -272,8 +272,7 @@ def run(direction: Literal["forward", "backward"], options: Options, *arrays):
         return {"forward": _xla_forward, "backward": _xla_backward}[direction](options, *arrays)
     from pallas_kernels.norm import triton
 
-    lead = " ".join(f"b{i}" for i in range(arrays[0].ndim - 1))
-    rule = Rule(AXES[direction].replace("...", lead), over=lead)
+    rule = Rule(AXES[direction], over="n*")
     kernel = functools.partial(getattr(triton, direction), options)
     return _calls.looped(options.operation, kernel, rule=rule)(*arrays)
 

@@ -259,13 +259,12 @@ def sum_partials(
 
 def forward(options, x, residual, scale_C, bias_C, residual_bias_C):
     """`run("forward", …)` of the package."""
-    n, c = math.prod(x.shape[:-1]), x.shape[-1]
+    n, c = x.shape
     dtype, y_scale = options.stored
     tile = _tile(n, c, FORWARD_ELEMENTS, x.dtype, options.out_dtype)
     y_NC, total_NC, stats_SN = _triton.call(
         norm_forward,
-        *(x.reshape(n, c), None if residual is None else residual.reshape(n, c)),
-        *(scale_C, bias_C, residual_bias_C),
+        *(x, residual, scale_C, bias_C, residual_bias_C),
         out=[
             jax.ShapeDtypeStruct((n, c), dtype),
             jax.ShapeDtypeStruct((1, 1) if residual is None else (n, c), x.dtype),
@@ -277,13 +276,12 @@ def forward(options, x, residual, scale_C, bias_C, residual_bias_C):
         Y_LARGEST=float(jnp.finfo(dtype).max),
         **tile,
     )
-    total = None if residual is None else total_NC.reshape(x.shape)
-    return y_NC.reshape(x.shape), total, stats_SN.reshape(-1, *x.shape[:-1])
+    return y_NC, None if residual is None else total_NC, stats_SN
 
 
 def backward(options, dy, dtotal, total, stats, scale_C):
     """`run("backward", …)` of the package."""
-    n, c = math.prod(total.shape[:-1]), total.shape[-1]
+    n, c = total.shape
     itemsize, residual_bias = total.dtype.itemsize, options.residual_bias
     table = BACKWARD
     if residual_bias:
@@ -304,8 +302,7 @@ def backward(options, dy, dtotal, total, stats, scale_C):
     sums = 0 if scale_C is None else 1 + options.centred + residual_bias
     dx_NC, partial_SPC = _triton.call(
         norm_backward,
-        *(None if x is None else x.reshape(n, c) for x in (dy, dtotal, total)),
-        *(stats.reshape(-1, n), scale_C),
+        *(dy, dtotal, total, stats, scale_C),
         out=[
             jax.ShapeDtypeStruct((n, c), total.dtype),
             jax.ShapeDtypeStruct((sums, programs, c) if sums else (1, 1, 1), jnp.float32),
@@ -316,9 +313,8 @@ def backward(options, dy, dtotal, total, stats, scale_C):
         STAGES=stages if copied_ahead <= MAX_SHARED_BYTES else 1,
         **tile,
     )
-    dx = dx_NC.reshape(total.shape)
     if scale_C is None:
-        return dx, None, None, None
+        return dx_NC, None, None, None
     sums_C = _triton.call(
         sum_partials,
         partial_SPC,
@@ -330,7 +326,7 @@ def backward(options, dy, dtotal, total, stats, scale_C):
         ROWS=512,
         LANES=16,
     )
-    return dx, *(row_C if row < sums else None for row, row_C in enumerate(sums_C))
+    return dx_NC, *(row_C if row < sums else None for row, row_C in enumerate(sums_C))
 
 
 def _tile(n: int, c: int, elements: int, *dtypes: jnp.dtype) -> dict:

@@ -134,11 +134,9 @@ def _in_triton(name, options, *arrays):
     from pallas_kernels.row_softmax import triton
 
     kernel = functools.partial(getattr(triton, name), scale=options.scale, causal=options.causal)
-    shape = arrays[0].shape
-    flat = [x.reshape(-1, *shape[len(shape) - 1 - options.causal :]) for x in arrays]
-    term = "n t s" if options.causal else "n s"
-    rule = Rule(f"{', '.join([term] * len(flat))} -> {term}", over="n")
-    return _calls.batched("softmax", kernel, rule=rule)(*flat).reshape(shape)
+    term = "n* t s" if options.causal else "n* s"
+    rule = Rule(f"{', '.join([term] * len(arrays))} -> {term}", over="n*")
+    return _calls.batched("softmax", kernel, rule=rule)(*arrays)
 
 
 def _visible(x):

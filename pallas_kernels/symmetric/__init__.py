@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
 Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
@@ -236,10 +237,8 @@ class Options:
 def _symmetric(a, bcd, options):
     """Return a aᵀ or aᵀ a; with `bcd`, b·a + c·a a, plus d on the diagonal if there is a d."""
     if options.backend != "xla":
-        a_BXY = a.reshape(-1, *a.shape[-2:])
         kernel = _kernel(options.operation, options.backend)
-        out_BMM = kernel(a_BXY) if bcd is None else kernel(a_BXY, bcd)
-        return out_BMM.reshape(*a.shape[:-2], *out_BMM.shape[1:])
+        return kernel(a) if bcd is None else kernel(a, bcd)
     if bcd is not None:
         matmul = functools.partial(options.matmul, dtype=jnp.float32)
         return _polynomial(matmul, a, *bcd).astype(a.dtype)
@@ -251,7 +250,9 @@ def _kernel(operation, backend):
     """Return the kernel, cached: the kernel's jaxpr is lowered once for each shape."""
     module = importlib.import_module(f"pallas_kernels.symmetric.{backend}")
     kernel = jax.jit(functools.partial(module.symmetric_matmul, transposed=operation == "xtx"))
-    return _calls.batched(operation, kernel, shared=int(operation == "ba_plus_caa"))
+    coefficients = ", d" if operation == "ba_plus_caa" else ""
+    rule = Rule(f"b* x y{coefficients} -> b* m n", over="b*")
+    return _calls.batched(operation, kernel, rule=rule)
 
 
 def _forward(a, bcd, options):

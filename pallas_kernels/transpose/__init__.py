@@ -24,7 +24,6 @@ order.
 
 import dataclasses
 import functools
-import math
 from typing import Literal
 
 import jax
@@ -60,8 +59,7 @@ def transpose_copy(
     _check("transpose_copy", src)
     if _dispatch.select("transpose_copy", implementation, arrays=src) != "triton":
         return jnp.swapaxes(src, -1, -2)
-    out_BCR = _calls.differentiable("transpose_copy", _copy, _flat(src))
-    return out_BCR.reshape(_transposed(src.shape))
+    return _calls.differentiable("transpose_copy", _copy, src)
 
 
 def transpose_add(
@@ -86,8 +84,7 @@ def transpose_add(
     _check("transpose_add", src, dst)
     if _dispatch.select("transpose_add", implementation, arrays=(src, dst)) != "triton":
         return reference(src, dst).astype(dst.dtype)
-    args = (in_place, src.dtype, _flat(dst), _flat(src))
-    return _calls.differentiable("transpose_add", _add, *args).reshape(dst.shape)
+    return _calls.differentiable("transpose_add", _add, in_place, src.dtype, dst, src)
 
 
 def transpose_sum_rows(
@@ -105,11 +102,9 @@ def transpose_sum_rows(
         return jnp.swapaxes(src, -1, -2), src.astype(jnp.float32).sum(-2)
     from pallas_kernels.transpose import triton
 
-    rule = Rule("b r c -> b c r, b c", over="b r c")
+    rule = Rule("b* r c -> b* c r, b* c", over="b* r c")
     launch = _calls.looped("transpose_sum_rows", triton.transpose_sum_rows, rule=rule)
-    out_BCR, sums_BC = launch(_flat(src))
-    shape = _transposed(src.shape)
-    return out_BCR.reshape(shape), sums_BC.reshape(shape[:-1])
+    return launch(src)
 
 
 def reference(src, dst=None):
@@ -118,38 +113,34 @@ def reference(src, dst=None):
     return transposed if dst is None else dst.astype(jnp.float32) + transposed
 
 
-def _launch_copy(dtype, src_BRC):
+def _launch_copy(dtype, src):
     from pallas_kernels.transpose import triton
 
     copy = functools.partial(triton.transpose_copy, dtype=dtype)
-    rule = Rule("b r c -> b c r", over="b r c")
-    return _calls.looped("transpose_copy", copy, rule=rule)(src_BRC)
+    rule = Rule("b* r c -> b* c r", over="b* r c")
+    return _calls.looped("transpose_copy", copy, rule=rule)(src)
 
 
 @jax.custom_vjp
-def _copy(src_BRC):
-    return _launch_copy(src_BRC.dtype, src_BRC)
+def _copy(src):
+    return _launch_copy(src.dtype, src)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _add(in_place, src_dtype, dst_BCR, src_BRC):
+def _add(in_place, src_dtype, dst, src):
     from pallas_kernels.transpose import triton
 
     add = functools.partial(triton.transpose_add, in_place=in_place)
-    rule = Rule("b c r, b r c -> b c r", over="b r c")
+    rule = Rule("b* c r, b* r c -> b* c r", over="b* r c")
     launch = _calls.looped("transpose_add", add, rule=rule, overwrites=in_place)
-    return launch(dst_BCR, src_BRC)
+    return launch(dst, src)
 
 
-_copy.defvjp(lambda src_BRC: (_copy(src_BRC), None), lambda _, d_BCR: (_copy(d_BCR),))
+_copy.defvjp(lambda src: (_copy(src), None), lambda _, d_dst: (_copy(d_dst),))
 _add.defvjp(
     lambda *args: (_add(*args), None),
-    lambda in_place, src_dtype, _, d_BCR: (d_BCR, _launch_copy(src_dtype, d_BCR)),
+    lambda in_place, src_dtype, _, d_dst: (d_dst, _launch_copy(src_dtype, d_dst)),
 )
-
-
-def _flat(x):
-    return x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
 
 
 def _transposed(shape):

@@ -17,6 +17,7 @@ Back ends:
 triton and xla are differentiable once, in reverse mode.
 """
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -29,6 +30,7 @@ from pallas_kernels.extend import (
     REFERENCE,
     TRITON,
     XLA,
+    Rule,
     batched,
     differentiable,
     register,
@@ -37,7 +39,8 @@ from pallas_kernels.extend import (
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 
-register("silu_mul", back_ends=[TRITON, XLA, REFERENCE])
+TRITON_SHARDED = dataclasses.replace(TRITON, rule=True)
+register("silu_mul", back_ends=[TRITON_SHARDED, XLA, REFERENCE])
 
 
 def silu_mul(
@@ -98,9 +101,9 @@ _silu_mul.defvjp(_forward, _backward)
 
 
 def _in_triton(name, *arrays):
-    """Run `forward` or `backward` of triton.py on flat arrays."""
+    """Run `forward` or `backward` of triton.py on flat arrays. Each device runs its shard."""
     from . import triton  # needs Triton, which a machine without a GPU may lack
 
-    launch = batched("silu_mul", getattr(triton, name))
-    results = launch(*(x.reshape(-1) for x in arrays))
-    return tuple(x.reshape(arrays[0].shape) for x in results)
+    axes = {"forward": "n*, n* -> n*", "backward": "n*, n*, n* -> n*, n*"}
+    launch = batched("silu_mul", getattr(triton, name), rule=Rule(axes[name], over="n*"))
+    return launch(*arrays)
