@@ -44,6 +44,8 @@ class BackEnd:
     rule: bool | Callable[[Any], bool] = False
     """Whether all launches have a sharding rule (pallas_kernels/_partition.py); a bool, or a
     function of the facts."""
+    sums: bool = False
+    """Whether a launch returns sums over the shards, which need the names of all mesh axes."""
 
 
 class Example(NamedTuple):
@@ -167,12 +169,11 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
         )
     call = entry.facts(**facts)
     split = partitioned(arrays)
-    # A rule would need the axes of the mesh that are manual.
     partly_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
     def gathers(back_end: BackEnd) -> bool:
         rule = back_end.rule(call) if callable(back_end.rule) else back_end.rule
-        return split and back_end.custom and (partly_manual or not rule)
+        return split and back_end.custom and (not rule or (partly_manual and back_end.sums))
 
     reasons = ((name, back_end.why_not(call)) for name, back_end in back_ends.items())
     why_not = {

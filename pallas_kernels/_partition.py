@@ -93,8 +93,12 @@ def outer(name: str) -> str:
 
 
 def may_shard() -> bool:
-    """Return whether the compiler may shard arrays: not with one device or in `jax.shard_map`."""
-    return jax.device_count() > 1 and not jax.sharding.get_abstract_mesh().manual_axes
+    """Return whether the compiler may shard arrays: not with one device, and not if `jax.shard_map`
+    made all axes of the mesh manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    left = math.prod(size for size, kind in sizes if kind != AxisType.Manual)
+    return jax.device_count() > 1 and (mesh.empty or left > 1)
 
 
 def automatic(f: Callable, x: jax.Array, w: Any) -> Callable:
@@ -124,8 +128,7 @@ def _axes_of(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
 def sharded(f: Callable, rule: Rule | None) -> Callable:
     """Wrap f, which launches kernels, to run on the shards of arrays that the compiler may shard.
 
-    With one device, and inside `jax.shard_map`, f runs as it is. `select` refuses kernels if only
-    some axes of the mesh are manual.
+    With one device, and where all axes of the mesh are manual, f runs as it is.
     """
 
     def launch(*args: Any) -> Any:
@@ -185,7 +188,11 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
         results.append(_present(rule.sides[1], [x is not None for x in _leaves(out)]))
         return out
 
-    def partition(mesh, shapes, _):
+    def partition(mesh, shapes, outputs):
+        if mesh.empty:  # some axes are manual: JAX passes shardings without names
+            _check_alike([*zip(arguments, jax.tree.leaves(shapes), strict=True)])
+            given = [jax.tree.map(lambda x: x.sharding, tree) for tree in (outputs, shapes)]
+            return mesh, f, *given
         specs = [x.sharding.spec for x in jax.tree.leaves(shapes)]
         axes = rule.sharded(arguments, specs, sizes, dict(mesh.shape))
 
@@ -203,7 +210,7 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
             given = [NamedSharding(mesh, _partition_spec(names, axes)) for names in side]
             return jax.tree.unflatten(jax.tree.structure(tree), given)
 
-        return mesh, on_shard, shardings(_, results[0]), shardings(shapes, arguments)
+        return mesh, on_shard, shardings(outputs, results[0]), shardings(shapes, arguments)
 
     def of_shardy(*_) -> tuple[str, dict]:
         sides = arguments, results[0]
@@ -242,6 +249,19 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
     out = [_partition_spec(names, axes) for names in results[0]]
     out_sharding = jax.tree.unflatten(jax.tree.structure(shapes), out)
     return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out_sharding)(*args)
+
+
+def _check_alike(arrays: list[tuple[Names, Any]]) -> None:
+    """Raise ValueError if two arrays are sharded differently along an axis of the same name."""
+    parts: dict[str, int] = {}
+    for names, x in arrays:
+        shard = x.sharding.shard_shape(x.shape)
+        for name, size, own in zip(names, x.shape, shard, strict=True):
+            if parts.setdefault(outer(name), size // own) != size // own:
+                raise ValueError(
+                    f"expected arrays that are sharded alike along {name!r}, got parts of "
+                    f"{shard} of {x.shape}: use jax.lax.with_sharding_constraint"
+                )
 
 
 def _factors(name: str) -> str:

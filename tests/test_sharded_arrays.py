@@ -127,6 +127,21 @@ def mesh_of(kind):
     return jax.make_mesh(sizes, ("devices", "time"), axis_types=(kind,) * 2)
 
 
+def launches_and_collectives(text, case):
+    """Check that no launch has the whole first array; return the sizes of all collectives."""
+    launches = re.findall(r"custom-call\((.*?)\), custom_call_target=\"xla_ffi_python", text)
+    assert launches
+    whole = ",".join(map(str, case.arrays[0][0]))
+    assert f"[{whole}]" not in " ".join(re.findall(r" = (.*?) custom-call", text))
+    found = re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", text)
+    assert "all-gather" not in text
+    return [
+        int(np.prod([int(n) for n in shape.split(",") if n]))
+        for result in found
+        for shape in re.findall(r"\w\d*\[([\d,]*)\]", result)
+    ]
+
+
 @pytest.mark.parametrize(
     "name, kind",
     [
@@ -149,20 +164,9 @@ def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
             return pull_back(out)
 
         compiled = jax.jit(gradients, out_shardings=tuple(shardings)).lower(*arrays).compile()
-    text = compiled.as_text()
-    launches = re.findall(r"custom-call\((.*?)\), custom_call_target=\"xla_ffi_python", text)
-    assert launches
-    whole = ",".join(map(str, case.arrays[0][0]))
-    assert f"[{whole}]" not in " ".join(re.findall(r" = (.*?) custom-call", text))
-    found = re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", text)
-    sizes = [
-        int(np.prod([int(n) for n in shape.split(",") if n]))
-        for result in found
-        for shape in re.findall(r"\w\d*\[([\d,]*)\]", result)
-    ]
+    sizes = launches_and_collectives(compiled.as_text(), case)
     second = case.second if mesh.shape["time"] > 1 else ()
     assert sorted(sizes) == sorted(case.sums + second)
-    assert "all-gather" not in text
 
 
 def test_on_eight_devices():
@@ -206,16 +210,37 @@ def test_explicit_axes_that_a_kernel_needs_whole_are_refused(triton_on_cpu):
             jax.jit(on_triton(pk.softmax))(x)
 
 
-def test_a_mesh_with_manual_and_other_axes_has_no_kernels(triton_on_cpu):
+@pytest.mark.parametrize("name", ["attention", "swiglu", "softmax", "fused_classifier"])
+def test_a_mesh_with_manual_and_other_axes(name, triton_on_cpu):
+    """The batch is sharded over an automatic axis; the other axis is manual."""
+    case = CASES[name]
+    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh):
+        arrays = [
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+            for shape, spec in case.arrays
+        ]
+
+        def gradients(*arrays):
+            out, pull_back = jax.vjp(case.f, *arrays)
+            return pull_back(out)
+
+        specs = {"in_specs": P(), "out_specs": P(), "axis_names": {"manual"}, "check_vma": False}
+        compiled = jax.jit(jax.shard_map(gradients, **specs)).lower(*arrays).compile()
+    found = launches_and_collectives(compiled.as_text(), case)
+    assert sorted(found) == sorted(case.sums)
+
+
+def test_sums_need_the_names_of_all_axes(triton_on_cpu):
     mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
     chosen = []
 
     def inside(x):
-        chosen.append(pk.select("softmax", arrays=x))
+        chosen.append(pk.select("layer_norm", channels=V, arrays=x))
         return x
 
     with jax.set_mesh(mesh):
         specs = {"in_specs": P("manual"), "out_specs": P("manual")}
         jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((8, V)))
-        assert pk.select("softmax", arrays=jnp.ones((8, V))) == "triton"
+        assert pk.select("layer_norm", channels=V, arrays=jnp.ones((8, V))) == "triton"
     assert {*chosen} == {"xla"}

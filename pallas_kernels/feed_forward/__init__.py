@@ -229,7 +229,7 @@ _dispatch.register(
     back_ends=[
         # Its tiles must divide the rows of a shard, whose number is not known here.
         BackEnd("mosaic", _why_not_mosaic, custom=True),
-        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule),
+        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule, sums=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],

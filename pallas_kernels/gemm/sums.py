@@ -30,7 +30,7 @@ def _why_not_triton(call: Facts) -> str | None:
 
 _dispatch.register(
     "sum_rows",
-    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True), XLA],
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True, sums=True), XLA],
     facts=Facts,
 )
 

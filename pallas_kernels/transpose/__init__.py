@@ -40,7 +40,7 @@ _dispatch.register(
     "transpose_copy",
     "transpose_add",
     "transpose_sum_rows",
-    back_ends=[dataclasses.replace(TRITON, rule=True), XLA, REFERENCE],
+    back_ends=[dataclasses.replace(TRITON, rule=True, sums=True), XLA, REFERENCE],
 )
 
 
