@@ -113,6 +113,17 @@ CASES = {
         (2 * C * F, F * C),
         (2 * C * F, F * C),
     ),
+    # And the largest numbers of a gradient and of the activation's gradient, for their scales.
+    "mlp in FP8": Case(
+        on_triton(pk.mlp, numerics="fp8"),
+        [((B, T, C), FIRST), ((C, F), WHOLE), ((F,), WHOLE), ((F, C), WHOLE)],
+        (C * F, F, F * C, 1),
+    ),
+    "swiglu in FP8": Case(
+        on_triton(pk.swiglu, numerics="fp8"),
+        [((B, T, C), FIRST), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],
+        (2 * C * F, F * C, 1),
+    ),
     "swiglu": Case(
         on_triton(pk.swiglu),
         [((B, T, C), FIRST), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],

@@ -180,11 +180,11 @@ def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation
         return checked_linear("mlp", y, w2, None, "reference", numerics)
     options = Options(activation, backend, numerics, output_major, implementation)
 
-    def call(x, converted, w, b, w2):
-        return numerics.call("mlp", _mlp, x, converted, w, b, w2, options)
+    def call(given, w, b, w2):
+        args = *separate(given, numerics.flat(x)), w, b, w2, options
+        return numerics.call("mlp", _mlp, *args).reshape(*x.shape[:-1], w2.shape[1])
 
-    y_NC = automatic(call, x, w2)(*separate(given, numerics.flat), w, b, w2)
-    return y_NC.reshape(*x.shape[:-1], w2.shape[1])
+    return automatic(call, x, w2)(given, w, b, w2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -229,7 +229,7 @@ _dispatch.register(
     back_ends=[
         # Its tiles must divide the rows of a shard, whose number is not known here.
         BackEnd("mosaic", _why_not_mosaic, custom=True),
-        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule, sums=True),
+        BackEnd("triton", _why_not_triton, custom=True, rule=True, sums=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
@@ -296,11 +296,10 @@ class Options:
 
     def call(self, kernel: Callable, axes: str, *args: Any, **static: Any) -> Any:
         """Call a function that launches kernels; `axes` are those of a `Rule` over n* and o."""
-        name, rule = (
-            f"linear_{self.activation}",
-            None if self.numerics.quantized else Rule(axes, "n* o"),
-        )
-        return _calls.looped(name, functools.partial(kernel, **static), rule=rule)(*args)
+        # Mosaic's tiles must divide the rows of a shard: its launches are those of one device.
+        rule = None if self.backend == "mosaic" else Rule(axes, "n* o")
+        launch = functools.partial(kernel, **static)
+        return _calls.looped(f"linear_{self.activation}", launch, rule=rule)(*args)
 
 
 def _linear(kernel, activation, x, w, b, implementation, numerics):
@@ -311,10 +310,11 @@ def _linear(kernel, activation, x, w, b, implementation, numerics):
     options = Options(activation, backend, numerics)
 
     def call(x, w, b):
-        return _calls.differentiable(kernel, _activated, x, w, b, options)
+        args = separate(x, numerics.flat(x))[0], w, b, options
+        y_NO = _calls.differentiable(kernel, _activated, *args)
+        return y_NO.reshape(*x.shape[:-1], w.shape[1])
 
-    y_NO = automatic(call, x, w)(separate(x, numerics.flat)[0], w, b)
-    return y_NO.reshape(*x.shape[:-1], w.shape[1])
+    return automatic(call, x, w)(x, w, b)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))

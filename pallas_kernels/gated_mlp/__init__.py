@@ -61,7 +61,7 @@ def _why_not_triton(call: NumericsFacts) -> str | None:
 _dispatch.register(
     "swiglu",
     back_ends=[
-        BackEnd("triton", _why_not_triton, custom=True, rule=NumericsFacts.has_rule),
+        BackEnd("triton", _why_not_triton, custom=True, rule=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
@@ -100,15 +100,13 @@ def swiglu(
     arrays = (x, w_gate, w_up, w_down)
     backend = _dispatch.select("swiglu", implementation, arrays=arrays, numerics=how)
     if backend == "reference":
-        y_NC = reference(x, w_gate, w_up, w_down).astype(x.dtype)
-    else:
+        return reference(x, w_gate, w_up, w_down).astype(x.dtype)
 
-        def call(x, converted, w_gate_up, w_down):
-            return how.call("swiglu", _swiglu, x, converted, w_gate_up, w_down, backend, how)
+    def call(given, w_gate_up, w_down):
+        args = *separate(given, how.flat(x)), w_gate_up, w_down, backend, how
+        return how.call("swiglu", _swiglu, *args).reshape(*x.shape[:-1], w_down.shape[1])
 
-        arrays = *separate(given, how.flat), (w_gate, w_up), w_down
-        y_NC = automatic(call, x, w_down)(*arrays)
-    return y_NC.reshape(*x.shape[:-1], w_down.shape[1])
+    return automatic(call, x, w_down)(given, (w_gate, w_up), w_down)
 
 
 def reference(x, w_gate, w_up, w_down):

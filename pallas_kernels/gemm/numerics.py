@@ -40,7 +40,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._partition import may_shard
 from pallas_kernels.gemm import clipping
 from pallas_kernels.gemm.operands import (
     E4M3,
@@ -129,9 +128,9 @@ class Numerics(abc.ABC):
         """Return None if the default device computes these matmuls, else the reason."""
         return None
 
-    @property
-    def flat(self) -> bool:
-        """Whether the rows of operands are one axis; else all leading axes of the activations."""
+    def flat(self, x: jax.Array) -> bool:
+        """Whether the rows of operands are one axis; else all leading axes of the activation x,
+        which the compiler may shard."""
         return True
 
     @property
@@ -251,9 +250,8 @@ class Plain(Numerics):
     def plain(self) -> "Plain":
         return self
 
-    @property
-    def flat(self):
-        return self.tf32 or not may_shard()
+    def flat(self, x):
+        return self.tf32 or not _dispatch.partitioned(x)
 
     @property
     def tf32(self) -> bool:
@@ -444,10 +442,6 @@ class NumericsFacts:
     def why_not(self) -> str | None:
         """Return None if the device computes the numerics, else the reason why not."""
         return self.numerics.why_not()
-
-    def has_rule(self) -> bool:
-        """Return whether launches have sharding rules. In FP8, all shards need one scale."""
-        return not self.numerics.quantized
 
     def why_not_reference(self) -> str | None:
         """Return None if the numerics are those of the dtype, else the reason why not."""

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
+from pallas_kernels._partition import Rule
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -176,7 +177,8 @@ def _why_not_quantize(facts: _dispatch.NoFacts) -> str | None:
 
 
 _dispatch.register(
-    "quantize", back_ends=[BackEnd("triton", _why_not_quantize, custom=True), XLA, REFERENCE]
+    "quantize",
+    back_ends=[BackEnd("triton", _why_not_quantize, custom=True, rule=True), XLA, REFERENCE],
 )
 
 
@@ -223,7 +225,11 @@ def quantize(
         from pallas_kernels.gemm import triton
 
         kernel = functools.partial(triton.quantize, dtype=dtype, rows=rows, transposed=transposed)
-        return Quantized(*_calls.looped("quantize", kernel)(x, scale))
+        if not _dispatch.partitioned(x):
+            return Quantized(*_calls.looped("quantize", kernel)(x, scale))
+        rule = Rule("r c, -> r c, c r", over="r c")
+        copies = _calls.looped("quantize", lambda *args: kernel(*args)[:2], rule=rule)(x, scale)
+        return Quantized(*copies, _largest_number(x))
     return _quantize_in_xla(x, scale, dtype, rows, transposed)
 
 
@@ -231,8 +237,12 @@ def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
     x = x.astype(jnp.float32)
     # Without clipping, the conversion of a number out of range is NaN (e4m3) or infinity (e5m2).
     q = (x * scale).clip(-largest(dtype), largest(dtype)).astype(dtype)
-    amax = jnp.abs(x).max(initial=0.0)
-    return Quantized(q if rows else None, q.T if transposed else None, amax)
+    return Quantized(q if rows else None, q.T if transposed else None, _largest_number(x))
+
+
+def _largest_number(x) -> Float[Array, ""]:
+    """Return max |x| in fp32: XLA reduces it over the shards."""
+    return jnp.abs(x.astype(jnp.float32)).max(initial=0.0)
 
 
 def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
@@ -241,7 +251,7 @@ def transposed(q: Float[Array, "R C"]) -> Float[Array, "C R"]:
         return q.T
     from pallas_kernels.gemm import triton
 
-    return _calls.looped("transposed", triton.transposed)(q)
+    return _calls.looped("transposed", triton.transposed, rule=Rule("r c -> c r", "r c"))(q)
 
 
 def quantize_by_largest(
@@ -260,16 +270,16 @@ def quantize_by_largest(
     x in fp32 is first rounded to bf16. Strategies that shard the parameters gather them in bf16:
     with this rounding, all strategies convert the same numbers.
 
-    With triton, one kernel stores maxima of parts of x, and the kernel of the conversion computes
-    the scale from them, its inverse, and a factor of the inverse: with XLA, each of these would be
-    a launch.
+    With triton on one device, one kernel stores maxima of parts of x, and the kernel of the
+    conversion computes the scale from them, its inverse, and a factor of the inverse: with XLA,
+    each of these would be a launch.
 
     Args:
         headroom: largest ratio of a number of x to the largest one that was read.
         factor: of `Scale.over_factor`.
         sampled: whether to read only `sample` for the scale.
     """
-    if _dispatch.select("quantize", arrays=x) == "triton":
+    if not _dispatch.partitioned(x) and _dispatch.select("quantize", arrays=x) == "triton":
         from pallas_kernels.gemm import triton
 
         group = GROUP if sampled and x.shape[1] % GROUP == 0 else None

@@ -94,13 +94,13 @@ def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics
     backend = _dispatch.select("linear", implementation, arrays=(x, w, b), numerics=numerics)
     if backend == "reference":
         y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
-    else:
+        return y_NO.reshape(*x.shape[:-1], outputs)
 
-        def call(x, converted, w, b):
-            return numerics.call(kernel, _linear, x, converted, w, b, numerics)
+    def call(given, w, b):
+        args = *separate(given, numerics.flat(x)), w, b, numerics
+        return numerics.call(kernel, _linear, *args).reshape(*x.shape[:-1], outputs)
 
-        y_NO = automatic(call, x, w)(*separate(given, numerics.flat), w, b)
-    return y_NO.reshape(*x.shape[:-1], outputs)
+    return automatic(call, x, w)(given, w, b)
 
 
 def reference(x_NI, w, b_O=None):
