@@ -23,7 +23,7 @@ def tool():
     "capability, operation, number, dtype",
     [
         (80, "linear_gelu", 0, jnp.bfloat16),
-        (86, "ba_plus_caa", 0, jnp.bfloat16),
+        (86, "linear_relu_squared", 0, jnp.bfloat16),
         (89, "transpose_sum_rows", 0, jnp.float32),
         # Two that spill there with the tiles of other GPUs.
         (100, "layer_norm", 0, jnp.float32),
@@ -44,7 +44,7 @@ def test_a_kernel_that_does_not_fit_is_found(tool, monkeypatch):
     monkeypatch.setitem(tool.CARDS, 89, tool.Card("small", 4))
     row = tool._row(make(tool.ROWS, jnp.bfloat16), 89)
     assert row["error"] == "needs 8.0 KB of shared memory, the GPU has 4"
-    # Not supported in fp32.
+    # Without a kernel in Triton.
     (make,) = _dispatch.OPERATIONS["xxt"].examples
     assert tool._row(make(tool.ROWS, jnp.float32), 89) is None
 

@@ -98,25 +98,6 @@ def test_numerics_are_precisions(kernel):
     refused(f, a, numerics="tf32", precision="highest", match="numerics or precision")
 
 
-# ------------------------------------------------------------------------------------------- Triton
-
-# Triton's interpreter multiplies bf16 as if it were integers: fp16 here, bf16 on a GPU.
-TRITON_SHAPES = [
-    (2, 128, 64),  # one whole tile
-    (1, 1, 3),  # less than a tile every way
-    (2, 130, 70),  # two rows, six columns past a tile: edges in both
-    (1, 129, 129),  # one past two tiles; tiles off the diagonal
-    (3, 77, 40),
-    (2, 20, 80),
-]
-
-
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-@pytest.mark.parametrize("shape", TRITON_SHAPES)
-def test_triton_output_and_gradient(triton_on_cpu, kernel, shape):
-    check_kernel(kernel, shape, jnp.float16, implementation="triton")
-
-
 # ------------------------------------------------------------------------------------------- Mosaic
 
 
@@ -162,29 +143,6 @@ def test_mosaic_lowers_for_an_h200(kernel, shape):
     )
 
 
-def test_64_bit_offsets(triton_on_cpu, monkeypatch):
-    """The code of matrices beyond 2³¹ elements, on one that fits here."""
-    import triton.language as tl
-
-    from pallas_kernels import _triton
-
-    call, seen = _triton.call, []
-
-    def with_64_bits(*args, **options):
-        seen.append(options["INDEX"])
-        return call(*args, **options | {"INDEX": tl.int64})
-
-    monkeypatch.setattr(_triton, "call", with_64_bits)
-    launch = functools.partial(xxt, implementation="triton")
-    for shape, index in (((1, 46340, 8), tl.int32), ((1, 46341, 8), tl.int64)):
-        jax.eval_shape(launch, jax.ShapeDtypeStruct(shape, jnp.bfloat16))
-        assert seen.pop() == index
-    a = matrices("xxt", (2, 65, 33), jnp.float16)
-    for f in (xxt, xtx):
-        found, expected = (np.float32(f(a, implementation=name)) for name in ("triton", "xla"))
-        np.testing.assert_allclose(found, expected, rtol=2e-3, atol=2e-3)
-
-
 # ------------------------------------------------------------------------------- errors, choice
 
 
@@ -197,21 +155,18 @@ def test_errors():
     refused(xxt, a[0, 0], match=r"xxt: expected .* \(..., M, K\) .* bfloat16 of shape \(3,\)")
 
 
-def test_what_the_kernels_cannot_take_and_auto_counts_rounds(
-    triton_on_cpu, mosaic_on_cpu, monkeypatch
-):
+def test_what_mosaic_cannot_take_and_auto_counts_rounds(mosaic_on_cpu, monkeypatch):
     """As measured on an H200."""
 
     def selected(operation, dtype, shape, implementation="auto"):
         return _dispatch.select(operation, implementation, dtype=dtype, shape=shape)
 
-    for name, dtype, shape, why in [
-        ("triton", "float32", (2, 128, 128), "bfloat16 or float16, not float32; .*'xla'"),
-        ("mosaic", "float32", (2, 128, 128), "bfloat16 or float16, not float32"),
-        ("mosaic", "bfloat16", (2, 128, 96), r"sides are multiples of 64, not \(2, 128, 96\)"),
+    for dtype, shape, why in [
+        ("float32", (2, 128, 128), "bfloat16 or float16, not float32; .*'xla'"),
+        ("bfloat16", (2, 128, 96), r"sides are multiples of 64, not \(2, 128, 96\)"),
     ]:
-        with pytest.raises(ValueError, match=f"'{name}' supports .*{why}"):
-            selected("xxt", dtype, shape, name)
+        with pytest.raises(ValueError, match=f"'mosaic' supports .*{why}"):
+            selected("xxt", dtype, shape, "mosaic")
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 132)
     for operation, dtype, shape, expected in [
         *(("xxt", "bfloat16", (batch, 768, 768), "mosaic") for batch in (12, 24, 36, 48)),
@@ -238,16 +193,15 @@ GPU_SHAPES = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "kernel, shape, dtype, implementation",
+    "kernel, shape, dtype",
     [
-        *itertools.product(["xxt", POLYNOMIAL], GPU_SHAPES, [jnp.bfloat16], ["mosaic", "triton"]),
-        *itertools.product(["xtx", "ba_plus_caa"], GPU_SHAPES[:1], [jnp.bfloat16], ["mosaic"]),
-        *itertools.product(["xxt", "xtx"], [(2, 131, 131)], [jnp.bfloat16], ["triton"]),
-        *itertools.product(["xxt"], GPU_SHAPES[:1], [jnp.float16], ["mosaic", "triton"]),
+        *itertools.product(["xxt", POLYNOMIAL], GPU_SHAPES, [jnp.bfloat16]),
+        *itertools.product(["xtx", "ba_plus_caa"], GPU_SHAPES[:1], [jnp.bfloat16]),
+        ("xxt", GPU_SHAPES[0], jnp.float16),
     ],
     ids=str,
 )
-def test_on_the_gpu(kernel, shape, dtype, implementation):
+def test_on_the_gpu(kernel, shape, dtype):
     shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape
     gradient = kernel == "ba_plus_caa"
-    check_kernel(kernel, shape, dtype, gradient, implementation=implementation)
+    check_kernel(kernel, shape, dtype, gradient, implementation="mosaic")

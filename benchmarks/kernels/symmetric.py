@@ -60,7 +60,7 @@ def cases() -> list[Case]:
                 name=f"{'×'.join(map(str, shape))} bf16",
                 make=functools.partial(make, kernel, shape),
                 run={
-                    **{name: in_jax(kernel, name) for name in ("mosaic", "triton", "xla")},
+                    **{name: in_jax(kernel, name) for name in ("mosaic", "xla")},
                     **(
                         {"xla, rounded twice": added_after_rounding}
                         if kernel == "ba_plus_caa"

@@ -7,17 +7,15 @@ diagonal is stored a second time, transposed. Sums are fp32 and rounded once, al
 Back ends:
     mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples
         of 64.
-    triton: NVIDIA GPUs from Ampere on. bf16 or fp16, any shape.
     xla: a batched matmul; any device. The result is exactly symmetric only if the library's matmul
         result is exactly symmetric.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
-mosaic, triton and xla are differentiable once, in reverse mode.
+mosaic and xla are differentiable once, in reverse mode.
 """
 
 import dataclasses
 import functools
-import importlib
 import math
 from typing import Literal
 
@@ -30,7 +28,7 @@ from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels._partition import Rule
 from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
-Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
+Implementation = Literal["auto", "mosaic", "xla", "reference"]
 
 
 def xxt(
@@ -44,8 +42,8 @@ def xxt(
 
     Args:
         a: matrices in fp32, bf16 or fp16. The result has the same dtype.
-        implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
-            and second derivatives need "reference".
+        implementation: "auto", or a back end: "mosaic", "xla", "reference". Forward mode and second
+            derivatives need "reference".
         precision: precision of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU
             is TF32).
         numerics: "fp32", "tf32", "bf16", or a `pallas_kernels.gemm.Plain`. None: follows the dtype
@@ -67,7 +65,7 @@ def xtx(
     """Compute aᵀ a of each matrix, without a transposed copy of `a`.
 
     Args:
-        implementation: "auto", "mosaic", "triton", "xla" or "reference".
+        implementation: "auto", "mosaic", "xla" or "reference".
 
     The other arguments and the errors are as in `xxt`.
     """
@@ -89,7 +87,7 @@ def ba_plus_caa(
     Args:
         a: symmetric matrices; the result for others is undefined.
         b, c, d: coefficients, in fp32. With d the result is the polynomial d·1 + b·a + c·a².
-        implementation: "auto", "mosaic", "triton", "xla" or "reference".
+        implementation: "auto", "mosaic", "xla" or "reference".
         precision, numerics: as in `xxt`.
 
     Raises:
@@ -140,13 +138,7 @@ def _why_not_mosaic(call: Facts) -> str | None:
     return None
 
 
-def _why_not_triton(call: Facts) -> str | None:
-    return _dispatch.why_not_triton() or _dispatch.why_not_16_bit(call.dtype)
-
-
 def _order(operation: str, call: Facts, partitioned: bool) -> tuple[str, ...]:
-    """Return the back ends, fastest first. Triton is slower than XLA: see
-    docs/kernels/symmetric.md."""
     faster = _why_not_mosaic(call) is None and _is_faster(operation, call.shape)
     return ("mosaic", "xla") if faster else ("xla",)
 
@@ -171,12 +163,7 @@ def _is_faster(operation: str, shape: tuple[int, ...]) -> bool:
 for _operation in ("xxt", "xtx", "ba_plus_caa"):
     _dispatch.register(
         _operation,
-        back_ends=[
-            BackEnd("mosaic", _why_not_mosaic, custom=True),
-            BackEnd("triton", _why_not_triton, custom=True),
-            XLA,
-            REFERENCE,
-        ],
+        back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True), XLA, REFERENCE],
         facts=Facts,
         order=functools.partial(_order, _operation),
     )
@@ -236,8 +223,8 @@ class Options:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _symmetric(a, bcd, options):
     """Return a aᵀ or aᵀ a; with `bcd`, b·a + c·a a, plus d on the diagonal if there is a d."""
-    if options.backend != "xla":
-        kernel = _kernel(options.operation, options.backend)
+    if options.backend == "mosaic":
+        kernel = _mosaic_kernel(options.operation)
         return kernel(a) if bcd is None else kernel(a, bcd)
     if bcd is not None:
         matmul = functools.partial(options.matmul, dtype=jnp.float32)
@@ -246,10 +233,11 @@ def _symmetric(a, bcd, options):
 
 
 @functools.cache
-def _kernel(operation, backend):
+def _mosaic_kernel(operation):
     """Return the kernel, cached: the kernel's jaxpr is lowered once for each shape."""
-    module = importlib.import_module(f"pallas_kernels.symmetric.{backend}")
-    kernel = jax.jit(functools.partial(module.symmetric_matmul, transposed=operation == "xtx"))
+    from pallas_kernels.symmetric import mosaic
+
+    kernel = jax.jit(functools.partial(mosaic.symmetric_matmul, transposed=operation == "xtx"))
     coefficients = ", d" if operation == "ba_plus_caa" else ""
     rule = Rule(f"b* x y{coefficients} -> b* m n", over="b*")
     return _calls.batched(operation, kernel, rule=rule)
