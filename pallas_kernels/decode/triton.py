@@ -44,14 +44,12 @@ def decode_step(weights, cache, token_B, length_B, *, eps, out_dtype, programs, 
     """Return (logits (B, V), k, v, exchange) after one token of each sequence.
 
     Args:
-        likeliest: for one sequence only: return the likeliest token, (1,) int32, in place of the
-            logits.
         out_dtype: dtype of the residual stream.
-        programs: number of SMs of the device; 1 in Triton's interpreter, which runs programs one
-            after the other.
+        programs, likeliest: for one sequence only: number of SMs of the device; return the
+            likeliest token, (1,) int32, in place of the logits.
     """
-    args = (weights, cache, token_B, length_B, eps, out_dtype, programs)
-    return _one(*args, likeliest) if token_B.shape[0] == 1 else _many(*args)
+    args = (weights, cache, token_B, length_B, eps, out_dtype)
+    return _one(*args, programs, likeliest) if token_B.shape[0] == 1 else _many(*args)
 
 
 def _one(weights, cache, token_B, length_B, eps, residual, programs, likeliest):
@@ -98,12 +96,12 @@ def _one(weights, cache, token_B, length_B, eps, residual, programs, likeliest):
     return result, *cached
 
 
-def _many(weights, cache, token_B, length_B, eps, residual, programs):
+def _many(weights, cache, token_B, length_B, eps, residual):
     w, dtype, k_LBSHD, v_LBSHD = weights, weights.head_VC.dtype, cache.k_LBSHD, cache.v_LBSHD
     blocks, b, length, heads, d = k_LBSHD.shape
     vocab_size, c = w.head_VC.shape
     row = {"B": b, "S": length, "C": c, "CP": triton.next_power_of_2(c), "EPS": eps}
-    bulk_requests = programs > 1 and (_dispatch.capability() or (0, 0)) >= (9, 0)
+    bulk_requests = (_dispatch.capability() or (0, 0)) >= (9, 0)
     keys_ahead = min(AHEAD_KEYS, length) if bulk_requests else 0
     stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
     tile, head_tile = TILES[dtype.itemsize]
@@ -148,7 +146,6 @@ def _many(weights, cache, token_B, length_B, eps, residual, programs):
             STRIDE=size,
             AHEAD=min(lines, AHEAD_LINES) * LINE_BYTES // dtype.itemsize,
             KEYS=keys,
-            PROGRAMS=programs,
             **row,
         )
 

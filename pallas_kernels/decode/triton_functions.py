@@ -27,16 +27,18 @@ ABSENT = tl.constexpr(-1)
 MOST_PROGRAMS = tl.constexpr(256)
 WARPS = 8
 THREADS = tl.constexpr(32 * WARPS)
+# Triton's interpreter runs no assembly, and one program: the values of the exchange are present.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def opaque(index, PROGRAMS: tl.constexpr):
+def opaque(index):
     """Return `index` through inline assembly, which hides the value from the compiler.
 
     Otherwise, the compiler hoists the addresses of all phases out of the loop over the blocks, and
     spills registers.
     """
-    if PROGRAMS > 1:
+    if not INTERPRETED:
         index = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [index], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -73,14 +75,14 @@ RESULTS = tl.constexpr(tuple((tl.int32,) * 4 * n for n in range(1, 5)))
 
 
 @triton.jit
-def send(ptr, value, mask, PROGRAMS: tl.constexpr):
+def send(ptr, value, mask):
     """Store fp32 values in the exchange.
 
     In assembly, since `tl.store` would first move the values to other threads. All threads that
     hold a copy of a value store that value.
     """
     bits = value.to(tl.float32).to(tl.int32, bitcast=True)
-    if PROGRAMS == 1:
+    if INTERPRETED:
         tl.store(ptr, bits, mask=mask)
     else:
         tl.inline_asm_elementwise(
@@ -136,12 +138,12 @@ def join(words):
 
 
 @triton.jit
-def poll(ptrs, inside, PACK: tl.constexpr, PROGRAMS: tl.constexpr):
+def poll(ptrs, inside, PACK: tl.constexpr):
     """Wait for the 4 values from each element of the pointers, a tuple of tensors. Return value 0
     of each pointer, value 1 of each pointer, …, in fp32. A thread polls PACK elements at once."""
     P: tl.constexpr = len(ptrs)
     words = ()
-    if PROGRAMS == 1:
+    if INTERPRETED:
         for i in tl.static_range(4 * P):
             words = words + (tl.load(ptrs[i % P] + i // P, mask=inside, other=0),)
     else:
@@ -149,7 +151,7 @@ def poll(ptrs, inside, PACK: tl.constexpr, PROGRAMS: tl.constexpr):
         for i in tl.static_range(P):
             addresses = addresses + (address(ptrs[i], inside),)
         words = (tl.zeros(inside.shape, tl.int32),) * (4 * P)
-        again = opaque(1, PROGRAMS)
+        again = opaque(1)
         while again > 0:
             words = tl.inline_asm_elementwise(
                 POLL[P * PACK - 1],
@@ -164,11 +166,11 @@ def poll(ptrs, inside, PACK: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def receive(ptr, K: tl.constexpr, KP: tl.constexpr, PROGRAMS: tl.constexpr):
+def receive(ptr, K: tl.constexpr, KP: tl.constexpr):
     """Wait for K values. Return the values as words (KP / 4,), with zeros out of bounds."""
     chunk = tl.arange(0, KP // 4)
     PACK: tl.constexpr = min(4, max(1, KP // 4 // THREADS))
-    return poll((ptr + 4 * chunk,), chunk < K // 4, PACK, PROGRAMS)
+    return poll((ptr + 4 * chunk,), chunk < K // 4, PACK)
 
 
 @triton.jit
@@ -189,9 +191,9 @@ def embedding(
 
 
 @triton.jit
-def prefetch(ptr, start, stop, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
+def prefetch(ptr, start, stop, MOST: tl.constexpr):
     """Prefetch elements start…stop − 1, at most MOST, to the L2 cache. Do not wait."""
-    if PROGRAMS > 1:
+    if not INTERPRETED:
         LINE: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
         LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(MOST, LINE))
         # Excess lanes prefetch the last line again.
@@ -207,12 +209,11 @@ def prefetch(ptr, start, stop, MOST: tl.constexpr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def prefetch_strip(
-    ptr, index, N: tl.constexpr, K: tl.constexpr, STRIP: tl.constexpr, PROGRAMS: tl.constexpr
-):
-    """`prefetch` of a strip of rows of weights (N, K)."""
+def prefetch_strip(ptr, index, N: tl.constexpr, K: tl.constexpr, PROGRAMS: tl.constexpr):
+    """`prefetch` of a program's strip of rows of weights (N, K)."""
+    STRIP: tl.constexpr = triton.cdiv(N, PROGRAMS)
     start = index * STRIP * K
-    prefetch(ptr, start, tl.minimum(start + STRIP * K, N * K), STRIP * K, PROGRAMS)
+    prefetch(ptr, start, tl.minimum(start + STRIP * K, N * K), STRIP * K)
 
 
 @triton.jit
@@ -342,7 +343,7 @@ def add_keys(k_SD, v_SD, inside_S, q_D, highest, total, y_D):
 @triton.jit
 def attend(
     qkv_ptr, k_ptr, v_ptr, sent_ptr, head, position, C: tl.constexpr, D: tl.constexpr,
-    S: tl.constexpr, PROGRAMS: tl.constexpr,
+    S: tl.constexpr,
 ):  # fmt: skip
     """Compute a head's attention (D,) over the cached keys and the new key, and send the result.
 
@@ -356,17 +357,17 @@ def attend(
     k_SD, v_SD = load_keys(k_ptr, key_S, position, C, D), load_keys(v_ptr, key_S, position, C, D)
     q_ptr = qkv_ptr + head * D + 4 * tl.arange(0, D // 4)
     inside = tl.arange(0, D // 4) < D
-    words = poll((q_ptr, q_ptr + C, q_ptr + 2 * C), inside, 1, PROGRAMS)
+    words = poll((q_ptr, q_ptr + C, q_ptr + 2 * C), inside, 1)
     q_D, new_k_D, new_v_D = join(words[0::3]), join(words[1::3]), join(words[2::3])
     q_D *= LOG2E / D**0.5
     # A softmax over the new key alone: its score is the highest, and its weight is 1.
     softmax = tl.sum(q_D * new_k_D, 0), tl.full((), 1.0, tl.float32), new_v_D
     highest, total, y_D = add_keys(k_SD, v_SD, key_S < position, q_D, *softmax)
     for start in range(S, position, S):
-        key_S = opaque(start, PROGRAMS) + tl.arange(0, S)
+        key_S = opaque(start) + tl.arange(0, S)
         k_SD = load_keys(k_ptr, key_S, position, C, D)
         v_SD = load_keys(v_ptr, key_S, position, C, D)
         highest, total, y_D = add_keys(k_SD, v_SD, key_S < position, q_D, highest, total, y_D)
-    send(sent_ptr + head * D + channel_D, y_D / total, channel_D < D, PROGRAMS)
+    send(sent_ptr + head * D + channel_D, y_D / total, channel_D < D)
     tl.store(k_ptr + position * C + channel_D, new_k_D)
     tl.store(v_ptr + position * C + channel_D, new_v_D)

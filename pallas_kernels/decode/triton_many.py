@@ -106,7 +106,7 @@ def decode_norm_kernel(
     old_x_ptr, part_ptr, part_bias_ptr, scale_ptr, bias_ptr, next_ptr, length_ptr, k_ptr, v_ptr,
     layer, norm_layer, x_ptr, y_ptr, B: tl.constexpr, S: tl.constexpr, C: tl.constexpr,
     CP: tl.constexpr, P: tl.constexpr, EPS: tl.constexpr, STRIDE: tl.constexpr, AHEAD: tl.constexpr,
-    KEYS: tl.constexpr, PROGRAMS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Residual sum with the parts (P, B, C) of a matmul, and LayerNorm. Grid (B,).
 
@@ -131,7 +131,7 @@ def decode_norm_kernel(
     position = tl.minimum(tl.load(length_ptr + tl.program_id(0)), S - 1)
     # Prefetch after the loads: loads issued later would wait for the prefetches.
     next_ptr += tl.full((), norm_layer, tl.int64) * STRIDE
-    prefetch(next_ptr, tl.program_id(0) * AHEAD, STRIDE, AHEAD, PROGRAMS)
+    prefetch(next_ptr, tl.program_id(0) * AHEAD, STRIDE, AHEAD)
     request_keys(k_ptr, v_ptr, layer + 1, position, B, S, C, KEYS)
     matmul_C = parts[0]
     for i in tl.static_range(1, P):

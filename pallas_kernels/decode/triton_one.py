@@ -45,9 +45,9 @@ def store_likeliest(ptr, best, best_row, result_ptr, V: tl.constexpr, PROGRAMS: 
     highest logit of all programs; of equal logits, the lowest row."""
     word = tl.arange(0, 4)
     pair = tl.where(word % 2 == 0, best, best_row.to(tl.float32))
-    send(ptr + 4 * tl.program_id(0) + word, pair, word < 4, PROGRAMS)
+    send(ptr + 4 * tl.program_id(0) + word, pair, word < 4)
     if tl.program_id(0) == 0:
-        best_P, row_P, _, _ = receive(ptr, 4 * PROGRAMS, 4 * MOST_PROGRAMS, PROGRAMS)
+        best_P, row_P, _, _ = receive(ptr, 4 * PROGRAMS, 4 * MOST_PROGRAMS)
         best_P = tl.where(tl.arange(0, MOST_PROGRAMS) < PROGRAMS, best_P, float("-inf"))
         row = tl.min(tl.where(best_P == tl.max(best_P, 0), row_P, V - 1), 0)
         tl.store(result_ptr, row.to(tl.int32))
@@ -56,9 +56,8 @@ def store_likeliest(ptr, best, best_row, result_ptr, V: tl.constexpr, PROGRAMS: 
 @triton.jit
 def norm_and_matmul(
     x_ptr, scale_ptr, bias_ptr, w_ptr, w_bias_ptr, sent_ptr, pid, layer, following, ahead,
-    C: tl.constexpr, CP: tl.constexpr, N: tl.constexpr, STRIP: tl.constexpr, TILES: tl.constexpr,
-    R: tl.constexpr, CK: tl.constexpr, EPS: tl.constexpr, GELU: tl.constexpr, DTYPE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
+    N: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILES: tl.constexpr, CK: tl.constexpr,
+    EPS: tl.constexpr, GELU: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Send this program's strip of W·LayerNorm(x) + b, or the strip's GELU.
 
@@ -66,6 +65,9 @@ def norm_and_matmul(
         following: whether the block `layer` has a successor, whose weights are prefetched.
         ahead: arguments of `prefetch_ahead`, or None.
     """
+    STRIP: tl.constexpr = triton.cdiv(N, PROGRAMS)
+    CP: tl.constexpr = triton.next_power_of_2(C // CK) * CK
+    DTYPE: tl.constexpr = w_ptr.dtype.element_ty
     scale = load_vector(scale_ptr + layer * C, C, CP)
     bias = load_vector(bias_ptr + layer * C, C, CP)
     stop = tl.minimum(pid * STRIP + STRIP, N)
@@ -75,17 +77,17 @@ def norm_and_matmul(
         b = load_biases(w_bias_ptr + layer * N, first, stop, TILES, R)
         if t == 0:
             if following:
-                prefetch_strip(w_ptr + (layer + 1) * N * C, pid, N, C, STRIP, PROGRAMS)
+                prefetch_strip(w_ptr + (layer + 1) * N * C, pid, N, C, PROGRAMS)
             if ahead is not None:
                 prefetch_ahead(pid, layer, following, *ahead, C, PROGRAMS)
-            x = receive(x_ptr, C, CP, PROGRAMS)
+            x = receive(x_ptr, C, CP)
             y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
         for i in tl.static_range(TILES):
             column_N = first + i * R + tl.arange(0, R)
             result_N = matvec(w[i], y_T1K) + b[i]
             if GELU:
                 result_N = gelu(result_N)
-            send(sent_ptr + column_N, result_N.to(DTYPE), column_N < stop, PROGRAMS)
+            send(sent_ptr + column_N, result_N.to(DTYPE), column_N < stop)
 
 
 @triton.jit
@@ -96,25 +98,27 @@ def prefetch_ahead(
     """Prefetch this program's share of the next block's keys and values, or the first rows of the
     program's strip of the head."""
     if following:
-        SHARE: tl.constexpr = (S * C + PROGRAMS - 1) // PROGRAMS
+        SHARE: tl.constexpr = triton.cdiv(S * C, PROGRAMS)
         cached = (layer + 1) * S * C
         share = tl.cdiv(position * C, PROGRAMS)
         end = tl.minimum((pid + 1) * share, position * C)
-        prefetch(k_ptr + cached, pid * share, end, SHARE, PROGRAMS)
-        prefetch(v_ptr + cached, pid * share, end, SHARE, PROGRAMS)
+        prefetch(k_ptr + cached, pid * share, end, SHARE)
+        prefetch(v_ptr + cached, pid * share, end, SHARE)
     else:
-        start = pid * ((V + PROGRAMS - 1) // PROGRAMS) * C
+        start = pid * triton.cdiv(V, PROGRAMS) * C
         end = tl.minimum(start + HEAD_AHEAD * C, V * C)
-        prefetch(head_ptr, start, end, HEAD_AHEAD * C, PROGRAMS)
+        prefetch(head_ptr, start, end, HEAD_AHEAD * C)
 
 
 @triton.jit
 def matmul_and_add(
     y_ptr, w_ptr, bias_ptr, x_ptr, sum_ptr, pid, layer, following, C: tl.constexpr,
-    K: tl.constexpr, KP: tl.constexpr, STRIP: tl.constexpr, R: tl.constexpr, CK: tl.constexpr,
-    DTYPE: tl.constexpr, RESIDUAL: tl.constexpr, PROGRAMS: tl.constexpr,
+    K: tl.constexpr, R: tl.constexpr, CK: tl.constexpr, RESIDUAL: tl.constexpr,
+    PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Send this program's strip of the residual sum x + W·y + b."""
+    STRIP: tl.constexpr = triton.cdiv(C, PROGRAMS)
+    KP: tl.constexpr = triton.next_power_of_2(K // CK) * CK
     stop = tl.minimum(pid * STRIP + STRIP, C)
     for t in tl.static_range((STRIP + R - 1) // R):
         first = pid * STRIP + t * R
@@ -126,11 +130,11 @@ def matmul_and_add(
         x_N = tl.load(x_ptr + column_N, mask=inside_N, other=0, cache_modifier=".cg")
         if t == 0:
             if following:
-                prefetch_strip(w_ptr + (layer + 1) * C * K, pid, C, K, STRIP, PROGRAMS)
-            y_T1K = rounded(receive(y_ptr, K, KP, PROGRAMS), CK, DTYPE)
+                prefetch_strip(w_ptr + (layer + 1) * C * K, pid, C, K, PROGRAMS)
+            y_T1K = rounded(receive(y_ptr, K, KP), CK, w_ptr.dtype.element_ty)
         y_N = matvec(w, y_T1K).to(RESIDUAL).to(tl.float32) + b_N.to(tl.float32)
         x_N = x_N.to(tl.float32, bitcast=True) + y_N
-        send(sum_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+        send(sum_ptr + column_N, x_N.to(RESIDUAL), inside_N)
 
 
 @triton.jit
@@ -149,11 +153,8 @@ def decode_one_kernel(
     ) = weights  # fmt: skip
     F: tl.constexpr = 4 * C
     CP: tl.constexpr = triton.next_power_of_2(C // CK) * CK
-    FP: tl.constexpr = triton.next_power_of_2(F // CK_F) * CK_F
-    STRIP_QKV: tl.constexpr = (3 * C + PROGRAMS - 1) // PROGRAMS
-    STRIP_C: tl.constexpr = (C + PROGRAMS - 1) // PROGRAMS
-    STRIP_FC: tl.constexpr = (F + PROGRAMS - 1) // PROGRAMS
-    STRIP_HEAD: tl.constexpr = (V + PROGRAMS - 1) // PROGRAMS
+    STRIP_C: tl.constexpr = triton.cdiv(C, PROGRAMS)
+    STRIP_HEAD: tl.constexpr = triton.cdiv(V, PROGRAMS)
     # Distance of the L2 prefetch of the head ahead of the loads, in rows per program: 32 MB in
     # total for GPT-2 124M on 132 SMs.
     HEAD_AHEAD: tl.constexpr = min(STRIP_HEAD, 160)
@@ -170,11 +171,11 @@ def decode_one_kernel(
     column_N = program * STRIP_C + tl.arange(0, triton.next_power_of_2(STRIP_C))
     inside_N = column_N < tl.minimum(program * STRIP_C + STRIP_C, C)
     x_N = embedding(token_ptr, position, wte_ptr, wpe_ptr, column_N, inside_N, V, C)
-    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N, PROGRAMS)
+    send(x_ptr + column_N, x_N.to(RESIDUAL), inside_N)
     # Weights of later blocks are prefetched one block ahead.
-    prefetch_strip(proj_ptr, program, C, C, STRIP_C, PROGRAMS)
-    prefetch_strip(fc_ptr, program, F, C, STRIP_FC, PROGRAMS)
-    prefetch_strip(out_ptr, program, C, F, STRIP_C, PROGRAMS)
+    prefetch_strip(proj_ptr, program, C, C, PROGRAMS)
+    prefetch_strip(fc_ptr, program, F, C, PROGRAMS)
+    prefetch_strip(out_ptr, program, C, F, PROGRAMS)
     # Mark all values of the other half of the exchange as absent, for the next launch.
     absent = tl.full((1024,), ABSENT, tl.int32)
     for start in range(program * 1024, HALF, PROGRAMS * 1024):
@@ -191,65 +192,63 @@ def decode_one_kernel(
         # 1. LayerNorm, QKV projection.
         norm_and_matmul(
             x_ptr, ln_1_scale_ptr, ln_1_bias_ptr, qkv_ptr, qkv_bias_ptr, sent_qkv_ptr,
-            opaque(program, PROGRAMS), layer, following,
-            (position, k_ptr, v_ptr, head_ptr, S, V, HEAD_AHEAD), C, CP, 3 * C, STRIP_QKV, TILES,
-            R, CK, EPS, False, DTYPE, PROGRAMS,
+            opaque(program), layer, following,
+            (position, k_ptr, v_ptr, head_ptr, S, V, HEAD_AHEAD), 3 * C, C, R, TILES, CK, EPS,
+            False, PROGRAMS,
         )  # fmt: skip
 
         # 2. Attention.
-        pid = opaque(program, PROGRAMS)
+        pid = opaque(program)
         cached = layer * S * C
         if H <= PROGRAMS:
             # An `if` in place of the loop, whose body LLVM would duplicate.
             if pid < H:
                 attend(
                     sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, pid, position,
-                    C, C // H, KEYS, PROGRAMS,
+                    C, C // H, KEYS,
                 )  # fmt: skip
         else:
             for head in range(pid, H, PROGRAMS):
                 attend(
                     sent_qkv_ptr, k_ptr + cached, v_ptr + cached, attended_ptr, head, position,
-                    C, C // H, KEYS, PROGRAMS,
+                    C, C // H, KEYS,
                 )  # fmt: skip
 
         # 3. Output projection, residual sum. The loads of this phase follow phase 2, in which keys
         # and values need the registers.
         matmul_and_add(
             attended_ptr, proj_ptr, proj_bias_ptr, x_ptr, middle_ptr, pid, layer, following, C, C,
-            CP, STRIP_C, R, CK, DTYPE, RESIDUAL, PROGRAMS,
+            R, CK, RESIDUAL, PROGRAMS,
         )  # fmt: skip
 
         # 4. LayerNorm, first matmul of the MLP, GELU.
         norm_and_matmul(
             middle_ptr, ln_2_scale_ptr, ln_2_bias_ptr, fc_ptr, fc_bias_ptr, hidden_ptr,
-            opaque(program, PROGRAMS), layer, following, None, C, CP, F, STRIP_FC, TILES, R, CK,
-            EPS, True, DTYPE, PROGRAMS,
+            opaque(program), layer, following, None, F, C, R, TILES, CK, EPS, True, PROGRAMS,
         )  # fmt: skip
 
         # 5. Second matmul of the MLP, residual sum.
         matmul_and_add(
             hidden_ptr, out_ptr, out_bias_ptr, middle_ptr, x_ptr + BLOCK,
-            opaque(program, PROGRAMS), layer, following, C, F, FP, STRIP_C, R_OUT, CK_F, DTYPE,
-            RESIDUAL, PROGRAMS,
+            opaque(program), layer, following, C, F, R_OUT, CK_F, RESIDUAL, PROGRAMS,
         )  # fmt: skip
         x_ptr += BLOCK
 
     # Final LayerNorm, logits.
-    pid = opaque(program, PROGRAMS)
+    pid = opaque(program)
     scale, bias = load_vector(ln_f_scale_ptr, C, CP), load_vector(ln_f_bias_ptr, C, CP)
     first = pid * STRIP_HEAD
     stop = tl.minimum(first + STRIP_HEAD, V)
     # The load of the next tile precedes the matmul of a tile. Both tiles are in registers.
     (head_w,) = load_tiles(head_ptr, first, stop, 1, R_HEAD, C, CK)
-    x = receive(x_ptr, C, CP, PROGRAMS)
+    x = receive(x_ptr, C, CP)
     y_T1K = rounded(layer_norm(x, scale, bias, EPS, C), CK, DTYPE)
     best_N = tl.full((R_HEAD,), float("-inf"), tl.float32)
     best_row_N = first + tl.arange(0, R_HEAD)
     for start in range(first, stop, R_HEAD):
         (next_w,) = load_tiles(head_ptr, start + R_HEAD, stop, 1, R_HEAD, C, CK)
         ahead = tl.minimum(start + HEAD_AHEAD, stop) * C
-        prefetch(head_ptr, ahead, tl.minimum(ahead + R_HEAD * C, stop * C), R_HEAD * C, PROGRAMS)
+        prefetch(head_ptr, ahead, tl.minimum(ahead + R_HEAD * C, stop * C), R_HEAD * C)
         row_N = start + tl.arange(0, R_HEAD)
         logit_N = matvec(head_w, y_T1K).to(DTYPE)
         if LIKELIEST:
