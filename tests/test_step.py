@@ -232,9 +232,9 @@ def test_the_tf32_step_on_an_h200_moves_no_more_than_it_must():
     )
     own = {"activate_forward": 1, "activate_backward": 1, "norm_forward": 2, "norm_backward": 2}
     # The four weights; the inputs of c_attn, attention's c_proj and c_fc, and the gradients of both
-    # projections into the stream. What is left for weight gradients comes out of transpose_sum, and
-    # of activate_backward for the four times wider hidden layer.
-    own |= {"transpose": 4 + 3 + 2, "transpose_sum": 1}
+    # projections into the stream. What is left for weight gradients comes out of the transpose that
+    # sums rows, and of activate_backward for the four times wider hidden layer.
+    own |= {"transpose": 4 + 3 + 2 + 1}
     assert {name: added[name] for name in own} == own
     # XLA's own passes: qkv's bias. No sum of rows, no transpose, nothing of the hidden layer.
     assert moved == {("add", "32768x2304 f32"): 1, ("broadcast_in_dim", "32768x2304 f32"): 1}

@@ -12,12 +12,12 @@ TILES = {1: (128, 128, 8), 2: (64, 64, 4), 4: (64, 64, 8)}
 
 
 @triton.jit
-def move_tile(
-    src_ptr, dst_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
+def transpose(
+    src_ptr, dst_ptr, sums_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr, INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Return the tile of src, with 0 out of bounds, and the indices of the tile's rows among all
-    rows of tiles of the batch, and of its columns."""
+    """Store srcᵀ, plus dst unless `dst_ptr` is None. If `out_ptr` is None, overwrite dst. Unless
+    `sums_ptr` is None, also store the sums of each ROWS rows of src."""
     # Consecutive programs move the tiles of a column of src: together they write complete rows
     # of the result.
     row_tiles: tl.constexpr = (R + ROWS - 1) // ROWS
@@ -36,49 +36,32 @@ def move_tile(
         # Issue this load before the wait for src.
         dst = tl.load(dst_ptr + offset, mask=inside, other=0.0)
         out = dst.to(tl.float32) + tl.trans(src).to(tl.float32)
-    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
-    return src, batch * row_tiles + tile % row_tiles, c
-
-
-@triton.jit
-def transpose(
-    src_ptr, dst_ptr, out_ptr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Store srcᵀ, plus dst unless `dst_ptr` is None. If `out_ptr` is None, overwrite dst."""
     out_ptr = dst_ptr if out_ptr is None else out_ptr
-    move_tile(src_ptr, dst_ptr, out_ptr, R, C, ROWS, COLS, INDEX)
-
-
-@triton.jit
-def transpose_sum(
-    src_ptr, out_ptr, sums_ptr, R: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr, INDEX: tl.constexpr,
-):  # fmt: skip
-    """Transpose src and sum each ROWS rows of src."""
-    src, row, c = move_tile(src_ptr, None, out_ptr, R, C, ROWS, COLS, INDEX)
-    tl.store(sums_ptr + row.to(tl.int64) * C + c, tl.sum(src.to(tl.float32), axis=0), mask=c < C)
+    tl.store(out_ptr + offset, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if sums_ptr is not None:
+        row = (batch * row_tiles + tile % row_tiles).to(tl.int64)
+        tl.store(sums_ptr + row * C + c, tl.sum(src.to(tl.float32), axis=0), mask=c < C)
 
 
 def transpose_copy(src_BRC, *, dtype):
     """Return srcᵀ in `dtype`, shape (B, C, R)."""
     b, r, c = src_BRC.shape
     out = [jax.ShapeDtypeStruct((b, c, r), dtype)]
-    return _triton.call(transpose, src_BRC, None, out=out, **_launch(src_BRC))[0]
+    return _triton.call(transpose, src_BRC, None, None, out=out, **_launch(src_BRC))[0]
 
 
 def transpose_sum_rows(src_BRC):
     """Return srcᵀ, and the sum of src's rows in fp32, shape (B, C)."""
     (b, r, c), launch = src_BRC.shape, _launch(src_BRC)
-    shapes = (((b, c, r), src_BRC.dtype), ((b, triton.cdiv(r, launch["ROWS"]), c), "float32"))
+    shapes = (((b, triton.cdiv(r, launch["ROWS"]), c), "float32"), ((b, c, r), src_BRC.dtype))
     out = [jax.ShapeDtypeStruct(*shape) for shape in shapes]
-    out_BCR, sums_BSC = _triton.call(transpose_sum, src_BRC, out=out, **launch)
+    sums_BSC, out_BCR = _triton.call(transpose, src_BRC, None, out=out, **launch)
     return out_BCR, sums_BSC.sum(1)
 
 
 def transpose_add(dst_BCR, src_BRC, *, in_place):
     """Return dst + srcᵀ; `in_place` overwrites dst if dst is not used afterwards."""
-    args = (src_BRC, dst_BCR, None) if in_place else (src_BRC, dst_BCR)
+    args = (src_BRC, dst_BCR, None, *([None] if in_place else []))
     out = [] if in_place else [jax.ShapeDtypeStruct(dst_BCR.shape, dst_BCR.dtype)]
     how = {"out": out, "in_place": (1,) if in_place else ()} | _launch(src_BRC)
     return _triton.call(transpose, *args, **how)[0]
