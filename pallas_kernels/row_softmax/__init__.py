@@ -66,33 +66,6 @@ def softmax(
     return _calls.differentiable("softmax", _softmax, Options(backend, float(scale), causal), x)
 
 
-def gradient(
-    y: Float[Array, "*B S"],
-    dy: Float[Array, "*B S"],
-    *,
-    scale: Number = 1.0,
-    causal: bool = False,
-    implementation: Implementation | str = "auto",
-) -> Float[Array, "*B S"]:
-    """Backward pass of `softmax`: dx from the output y and its cotangent dy.
-
-    Args:
-        y, dy: arrays of equal shape and dtype. With `causal`, columns of dy above the diagonal are
-            ignored.
-        scale, causal, implementation: as in `softmax`.
-
-    Raises:
-        ValueError: wrong shapes, dtypes or scale, or the named back end cannot run here.
-    """
-    _check(y, scale, causal)
-    if y.shape != dy.shape or y.dtype != dy.dtype:
-        raise ValueError(
-            f"softmax: expected y and dy alike, got {y.shape} {y.dtype} and {dy.shape} {dy.dtype}"
-        )
-    backend = _dispatch.select("softmax", implementation, arrays=(y, dy))
-    return _backward(Options(backend, float(scale), causal), y, dy)[0]
-
-
 def reference(x, *, scale: Number = 1.0, causal: bool = False):
     """Compute the definition in fp32 for every dtype of x."""
     x = scale * x.astype(jnp.float32)
@@ -116,7 +89,8 @@ def _forward(options, x):
     return reference(x, scale=options.scale, causal=options.causal).astype(x.dtype)
 
 
-def _backward(options, y, dy):
+def backward(options: Options, y, dy):
+    """Backward pass of `softmax`: (dx,) from the output y and its cotangent dy."""
     if options.backend == "triton":
         return (_in_triton("backward", options, y, dy),)
     y32, dy32 = y.astype(jnp.float32), dy.astype(jnp.float32)
@@ -126,7 +100,7 @@ def _backward(options, y, dy):
 
 
 _softmax = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_softmax.defvjp(lambda options, x: 2 * (_forward(options, x),), _backward)
+_softmax.defvjp(lambda options, x: 2 * (_forward(options, x),), backward)
 
 
 def _in_triton(name, options, *arrays):
