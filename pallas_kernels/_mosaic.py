@@ -19,20 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-__all__ = [
-    "LOG2_E",
-    "SHARED_BYTES",
-    "Ring",
-    "num_sms",
-    "pl",
-    "plgpu",
-    "schedule",
-    "store_transposed",
-    "swizzled",
-]
-
-SHARED_BYTES = 227 * 1024
-"""Shared memory of one thread block on Hopper."""
 LOG2_E = math.log2(math.e)
 """exp(x) = exp2(LOG2_E · x): the softmax of the attention kernels is computed in base 2."""
 

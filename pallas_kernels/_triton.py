@@ -30,17 +30,10 @@ def call(
     max_registers: int | None = None,
     **constexprs: Any,
 ) -> tuple[jax.Array, ...]:
-    """Launch a `@triton.jit` function on arrays. A launch has no derivative and no `jax.vmap`.
+    """Launch a kernel as `pallas_kernels.extend.triton_call` does.
 
     Args:
-        kernel: has one parameter for each of `args`, then a pointer for each of `out`, then
-            `tl.constexpr` parameters.
-        args: arrays become pointers; Python numbers become scalar arguments.
-        in_place: indices of the arrays in `args` that the kernel overwrites.
         max_registers: limit of a thread's registers. A kernel that needs more registers spills.
-
-    Returns:
-        The new values of the arrays in `in_place`, then the arrays in `out`.
     """
     # Without these barriers such launches returned wrong results on an H100 where an operand was a
     # slice, and in `jax.lax.scan`. Likely cause: XLA fuses the launch with the slice and ignores

@@ -182,7 +182,6 @@ SMALL = {
         lambda r, c: [(r, c, 8), (r, 8, c)],
     ),
 }  # fmt: skip
-MATRICES = ("xxt", "xtx", "ba_plus_caa")
 INTEGERS = {"fused_classifier", "linear_cross_entropy"}
 ON_CPU = {
     name: [b.name for b in OPERATIONS[name if name in OPERATIONS else "flash_attention"].back_ends]
@@ -420,7 +419,7 @@ def compare_with_limit(found, exact, limit):
 
 # ------------------------------------------------------------------- small calls, on every back end
 
-MULTIPLIES = ("linear_gelu", "linear_relu_squared", "mlp", "flash_attention", *MATRICES)
+MULTIPLIES = ("linear_gelu", "linear_relu_squared", "mlp", "flash_attention")
 
 
 def small_call(name, back_end, rows=4):
@@ -600,7 +599,6 @@ def test_mosaic_kernels_can_be_traced_with_x64(name):
 # -------------------------------------------------------------------------- compiled Triton kernels
 
 SHARED_KB = {80: 163, 90: 227}
-TENSOR_CORES = {"linear_forward", "_tile"}
 TWO_BYTES = {"classifier_kernel", "sum_partials"}
 """Kernels that load the logit of a target, or store one bf16 number for a column."""
 MOST_NARROW = {
@@ -615,7 +613,6 @@ MOST_REGISTERS = {"classifier_kernel": 32}
 72 %."""
 MOST_REGISTERS |= {"activate_forward": 80, "activate_backward": 80}  # three programs of 256 threads
 WIDTHS = {"layer_norm": (64, 1600), "rms_norm": (64,), "softmax": (16384, 50304)}
-WIDTHS |= dict.fromkeys(MATRICES, (1601,))
 
 
 def compiled_cases():
@@ -628,7 +625,7 @@ def compiled_cases():
         for width in WIDTHS.get(name, ()):
             makes.append((f"{width}", lambda n, d, w=width, f=name: small(f, n // 8, d, width=w)))
         for (label, make), dtype in itertools.product(makes, DTYPES):
-            if make(8, dtype) is None or (name in MATRICES and dtype == jnp.float32):
+            if make(8, dtype) is None:
                 continue
             for capability in SHARED_KB if dtype == jnp.bfloat16 else [90]:
                 id = f"{name}-{label}-{jnp.dtype(dtype).name}-{capability}"
@@ -653,11 +650,11 @@ def test_triton_kernels_compile(label, make, dtype, capability):
         assert kernel.shared_bytes <= SHARED_KB[capability] * 1024, name
         accesses = re.findall(r"(?:ld|st)\.global\S*", kernel.ptx)
         narrow = [access for access in accesses if "v4" not in access]
-        if label != "long_example" and name != "_tile":
+        if label != "long_example":
             most = MOST_NARROW.get(label, MOST_NARROW.get(name, 1))
             assert len(narrow) <= min(most, len(accesses) - 1), (name, narrow)
             assert name in TWO_BYTES or not any("b16" in access for access in narrow), name
-        if name in TENSOR_CORES:
+        if name == "linear_forward":
             assert ("wgmma" if capability == 90 else "mma.sync") in kernel.ptx
         own = jnp.float32 if name.startswith("activate") else jnp.bfloat16
         if capability == 90 and "capped" not in label and dtype == own:
