@@ -248,24 +248,24 @@ def recorded() -> Iterator[list[Choice]]:
 # --------------------------------------------------------------------------------- device, sharding
 
 
-def platform() -> str:
-    """Return the platform of the default device, `jax.default_device` included: "gpu", "cpu",
-    …"""
+def default_device() -> jax.Device:
+    """Return the default device, `jax.default_device` included, which may name a platform."""
     device = jax.config.jax_default_device
-    if device is None:
-        return jax.default_backend()
-    return device if isinstance(device, str) else device.platform
+    return jax.devices(device)[0] if device is None or isinstance(device, str) else device
+
+
+def platform() -> str:
+    """Return the platform of the default device: "gpu", "cpu", …"""
+    return default_device().platform
 
 
 def capability() -> tuple[int, int] | None:
     """Return the CUDA compute capability of the default device, such as (9, 0), or None if the
     device is not an NVIDIA GPU."""
-    if platform() not in ("gpu", "cuda"):
+    if platform() != "gpu":
         return None
-    device = jax.config.jax_default_device
-    device = jax.devices()[0] if device is None or isinstance(device, str) else device
     # AMD's GPUs say "gfx90a".
-    major, _, minor = getattr(device, "compute_capability", "").partition(".")
+    major, _, minor = getattr(default_device(), "compute_capability", "").partition(".")
     return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
 
 

@@ -232,9 +232,7 @@ def decode_step(
 
 def programs() -> int:
     """Return the number of programs of the kernel: one on each SM of the default device."""
-    device = jax.config.jax_default_device
-    device = jax.devices()[0] if device is None or isinstance(device, str) else device
-    return device.core_count
+    return _dispatch.default_device().core_count
 
 
 def _in_jax(weights, cache, token_B, length_B, *, eps, residual_dtype, precision):
