@@ -9,12 +9,7 @@ import pytest
 from rule_tools import refused, with_gradients
 
 from pallas_kernels import _triton
-from pallas_kernels.transpose import (
-    reference,
-    transpose_add,
-    transpose_copy,
-    transpose_sum_rows,
-)
+from pallas_kernels.transpose import transpose_add, transpose_copy, transpose_sum_rows
 
 # src, and the dtypes of dst and src
 CASES = [
@@ -142,14 +137,6 @@ def test_in_place_asks_for_no_new_array(triton_on_cpu, monkeypatch):
     for in_place, expected in ((True, ((1,), 0)), (False, ((), 1))):
         transpose_add(dst, src, in_place=in_place, implementation="triton")
         assert (launched[-1].get("in_place", ()), len(launched[-1]["out"])) == expected
-
-
-def test_reference_is_the_definition():
-    dst, src, _ = arrays((5, 9), jnp.float16, jnp.bfloat16)
-    copy, add = reference(src), reference(src, dst)
-    np.testing.assert_array_equal(copy, turned(src).astype(np.float32))
-    np.testing.assert_array_equal(add, np.asarray(dst, np.float32) + copy)
-    assert copy.dtype == add.dtype == jnp.float32
 
 
 def test_errors():
