@@ -9,6 +9,7 @@ fastest back end that supports the device, dtype and shape; a named back end run
 from pallas_kernels._dispatch import select
 from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
+from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
 from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
 from pallas_kernels.feed_forward import linear_gelu, linear_relu_squared, mlp
@@ -29,6 +30,7 @@ __all__ = [
     "Filters",
     "SigmoidCap",
     "ba_plus_caa",
+    "cached_attention",
     "decode_step",
     "flash_attention",
     "flash_attention_qkv",

@@ -55,6 +55,7 @@ WITHOUT_EXAMPLE = {
 NO_GRADIENT = {
     "scaled_matmul": ("mosaic", "xla", "reference"),
     "sample_token": ("triton", "xla", "reference"),
+    "cached_attention": ("triton",),
     "transpose_sum_rows": ("triton",),
     "sum_rows": ("triton",),
 }
@@ -603,7 +604,7 @@ TWO_BYTES = {"classifier_kernel", "sum_partials"}
 """Kernels that load the logit of a target, or store one bf16 number for a column."""
 MOST_NARROW = {
     **{"linear_forward": 16, "classifier_kernel": 3, "several_targets_example": 7},
-    **{"norm_forward": 5, "norm_backward": 4},
+    **{"norm_forward": 5, "norm_backward": 4, "cached_attention_kernel": 2},
 }
 """Loads and stores of less than 16 bytes in an example or kernel; in others at most one, such as
 that of a row's sum. Two-byte ones would cost eight times the instructions. Not of rows that start

@@ -23,7 +23,7 @@ def test_the_table_of_back_ends_is_what_select_returns():
     assert f"| `mlp` | fp8 | – | {mlp}" in table and "| `linear` | fp8 | – | **xla** |" in table
     linear = "`linear_gelu`, `linear_relu_squared`"
     assert f"| {linear}, `mlp` | bf16 | **triton**, xla | {mlp}" in table
-    norms = "`layer_norm`, `rms_norm`, `swiglu`"
+    norms = "`cached_attention`, `layer_norm`, `rms_norm`, `swiglu`"
     assert f"| {norms} | fp32, tf32, bf16 | **triton**, xla |" in table
 
 

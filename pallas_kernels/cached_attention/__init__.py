@@ -1,0 +1,277 @@
+"""Attention of a few queries to the keys and values of a cache.
+
+For query t of T of a sequence with L valid keys, at position p = L − T + t:
+
+    S_ts = scale · Q_t · K_s      Z = softcap · tanh(S / softcap), or S
+    P_ts = exp(Z_ts) / (exp(sink) + Σ_s exp(Z_ts)) where p − window < s ≤ p, else 0      O = P V
+
+The last T of the L keys are those of the queries. A query without a key, at a negative position,
+has the output 0.
+
+Shapes: B batch, T queries, S positions of the cache, H query heads, K key and value heads, D head
+dimension, G = H/K. Query head h uses key head h // G.
+
+Library: the KV caches of generation (`gptjax.models.layers.KVCache`).
+
+Back ends:
+    triton: flash decoding. Several programs share the valid keys of a sequence, and read no other
+        keys. True fp32 in fp32. NVIDIA GPUs from Ampere on; at most 16 queries of a sequence.
+    xla: plain JAX that reads the entire cache and stores S; any device. The keys and values after
+        the valid ones must be finite.
+    reference: the definition, in fp32; any device.
+triton is not differentiable. xla and reference are, also in forward mode and to any order.
+"""
+
+import dataclasses
+import functools
+from typing import Literal, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+from pallas_kernels import _calls, _dispatch
+from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._partition import Rule
+
+Implementation = Literal["auto", "triton", "xla", "reference"]
+NO_DERIVATIVE = "this back end has no derivative; pass implementation='xla'"
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Properties of a call on which the choice of a back end depends."""
+
+    queries: int
+    head_dim: int
+
+
+def _why_not_triton(facts: Facts) -> str | None:
+    if facts.queries > 16:
+        return f"supports at most 16 queries of a sequence, not {facts.queries}"
+    if facts.head_dim > 256:
+        return f"supports a head dimension of at most 256, not {facts.head_dim}"
+    return TRITON.why_not(facts)
+
+
+_dispatch.register(
+    "cached_attention",
+    back_ends=[dataclasses.replace(TRITON, why_not=_why_not_triton, rule=True), XLA, REFERENCE],
+    facts=Facts,
+)
+
+
+def cached_attention(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    v_BSKD: Float[Array, "B S K D"],
+    lengths_B: Integer[Array, " B"],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
+    implementation: Implementation | str = "auto",
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B T H D"]:
+    """Causal attention of the last T tokens of each sequence to a cache of keys and values.
+
+    Args:
+        q_BTHD, k_BSKD, v_BSKD: queries and caches of one dtype: fp32, bf16 or fp16. H is a multiple
+            of K.
+        lengths_B: number of valid keys of each sequence, at most S, those of the T queries
+            included.
+        scale: multiplies Q·K; 1/√D when None.
+        window: a query sees only the last `window` keys up to its own. None: all.
+        softcap: upper bound of the absolute scores; None: no bound.
+        sinks_H: a logit of each head, the score of a key with the value 0; None: no sinks.
+        implementation: "auto", or a back end: "triton", "xla", "reference". Derivatives need "xla"
+            or "reference".
+        precision: precision of fp32 matmuls in "xla", as in `jax.lax.dot`.
+
+    Returns:
+        O, with the shape and dtype of `q_BTHD`.
+
+    Raises:
+        ValueError: wrong shapes, dtypes or options, or the named back end cannot run this call.
+
+    Example:
+        >>> k_BSKD = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(
+        ...     k_BSKD, new_k_BTKD, lengths_B)  # and v_BSKD
+        >>> o_BTHD = cached_attention(q_BTHD, k_BSKD, v_BSKD, lengths_B + q_BTHD.shape[1])
+    """
+    _check(q_BTHD, k_BSKD, v_BSKD, lengths_B, window, softcap, sinks_H)
+    (t, h, d), k = q_BTHD.shape[1:], k_BSKD.shape[2]
+    arrays = (q_BTHD, k_BSKD, v_BSKD, lengths_B, sinks_H)
+    facts = {"queries": t, "head_dim": d}
+    backend = _dispatch.select("cached_attention", implementation, arrays=arrays, **facts)
+    lengths_B = lengths_B.astype(jnp.int32)
+    how = {"scale": d**-0.5 if scale is None else float(scale), "softcap": softcap}
+    if backend == "triton":
+        from pallas_kernels.cached_attention import triton
+
+        window = k_BSKD.shape[1] if window is None else min(window, k_BSKD.shape[1])
+        f = functools.partial(triton.cached_attention, window=window, **how)
+        rule = Rule("b* t k g d, b* s k d, b* s k d, b*, k g -> b* t k g d", over="b* k")
+        launch = _calls.batched("cached_attention", f, rule=rule)
+        q_BTKGD = q_BTHD.reshape(*q_BTHD.shape[:2], k, h // k, d)
+        sinks_KG = None if sinks_H is None else sinks_H.reshape(k, h // k)
+        args = (q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG)
+        args = _calls.once("cached_attention", args, NO_DERIVATIVE)
+        return launch(*args).reshape(q_BTHD.shape)
+    q_k_v, how = (q_BTHD, k_BSKD, v_BSKD), how | {"window": window, "sinks_H": sinks_H}
+    if backend == "reference":
+        return reference(*q_k_v, lengths_B, **how).astype(q_BTHD.dtype)
+    return _in_jax(*q_k_v, lengths_B, precision=precision, **how)
+
+
+def reference(q_BTHD, k_BSKD, v_BSKD, lengths_B, **options):
+    """Compute the definition in fp32 for every dtype. Return fp32."""
+    q_k_v = (x.astype(jnp.float32) for x in (q_BTHD, k_BSKD, v_BSKD))
+    return _in_jax(*q_k_v, lengths_B, precision=jax.lax.Precision.HIGHEST, **options)
+
+
+# ------------------------------------------------------------------------------------ in plain JAX
+
+
+def _in_jax(q_BTHD, k_BSKD, v_BSKD, lengths_B, *, window=None, **options):
+    t = q_BTHD.shape[1]
+    position_BT = lengths_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)[None]
+    visible_BTS = visible(position_BT, k_BSKD.shape[1], window)
+    return attend(q_BTHD, k_BSKD, v_BSKD, visible_BTS, **options)
+
+
+def visible(
+    position_BT: Integer[Array, "#B T"], s: int, window: int | None
+) -> Bool[Array, "#B T {s}"]:
+    """Return the mask of the keys 0…S − 1 that queries at these positions see."""
+    s_11S, position_BT1 = jnp.arange(s, dtype=jnp.int32)[None, None], position_BT[:, :, None]
+    visible_BTS = s_11S <= position_BT1
+    return visible_BTS if window is None else visible_BTS & (s_11S > position_BT1 - window)
+
+
+def pattern(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    visible_BTS: Bool[Array, "#B T S"],
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks_H: Float[Array, " H"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "B H T S"]:
+    """Return P in fp32, with any mask of the keys that the queries see."""
+    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
+    scores_BKGTS = jnp.einsum(
+        "btkgd,bskd->bkgts",
+        q_BTHD.reshape(b, t, k, h // k, d),
+        k_BSKD,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    scores_BKGTS *= d**-0.5 if scale is None else scale
+    if softcap is not None:
+        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
+    seen_B11TS = visible_BTS[:, None, None]
+    scores_BKGTS = jnp.where(seen_B11TS, scores_BKGTS, -jnp.inf)
+    if sinks_H is not None:
+        sinks_1KG11 = sinks_H.astype(jnp.float32).reshape(1, k, h // k, 1, 1)
+        sinks_BKGT1 = jnp.broadcast_to(sinks_1KG11, (*scores_BKGTS.shape[:-1], 1))
+        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
+    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., :s]
+    # The softmax of a row without a key is NaN.
+    return jnp.where(seen_B11TS, weights_BKGTS, 0).reshape(b, h, t, s)
+
+
+def attend(
+    q_BTHD: Float[Array, "B T H D"],
+    k_BSKD: Float[Array, "B S K D"],
+    v_BSKD: Float[Array, "B S K D"],
+    visible_BTS: Bool[Array, "#B T S"],
+    *,
+    precision: jax.lax.PrecisionLike = None,
+    **options,
+) -> Float[Array, "B T H D"]:
+    """Return O; the other arguments are those of `pattern`."""
+    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
+    pattern_BHTS = pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
+    weights_BKGTS = pattern_BHTS.astype(v_BSKD.dtype).reshape(b, k, h // k, t, s)
+    y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKD, precision=precision)
+    return y_BTKGD.reshape(b, t, h, d)
+
+
+# ------------------------------------------------------------------------------------------ checks
+
+
+def _check(q_BTHD, k_BSKD, v_BSKD, lengths_B, window, softcap, sinks_H):
+    arrays = {"q": q_BTHD, "k": k_BSKD, "v": v_BSKD, "lengths": lengths_B}
+    got = ", ".join(f"{name} {x.shape} in {x.dtype}" for name, x in arrays.items())
+    if not (
+        q_BTHD.ndim == k_BSKD.ndim == 4
+        and k_BSKD.shape == v_BSKD.shape
+        and (q_BTHD.shape[0], q_BTHD.shape[3]) == (k_BSKD.shape[0], k_BSKD.shape[3])
+        and min(*q_BTHD.shape[2:], k_BSKD.shape[2]) >= 1
+        and q_BTHD.shape[2] % k_BSKD.shape[2] == 0
+        and lengths_B.shape == q_BTHD.shape[:1]
+        and jnp.issubdtype(lengths_B.dtype, jnp.integer)
+    ):
+        raise ValueError(
+            "cached_attention: expected q (batch, queries, heads, head_dim), k and v (batch, "
+            "positions, key heads, head_dim), with heads a multiple of key heads, and lengths "
+            f"(batch,) in integers, got {got}"
+        )
+    if not q_BTHD.dtype == k_BSKD.dtype == v_BSKD.dtype or q_BTHD.dtype not in _dispatch.DTYPES:
+        raise ValueError(
+            "cached_attention: expected q, k and v all in float32, bfloat16 or float16, got " + got
+        )
+    if window is not None and not (isinstance(window, SupportsIndex) and window >= 1):
+        raise ValueError(f"cached_attention: expected a window of at least 1, got {window}")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"cached_attention: expected a positive softcap, got {softcap}")
+    if sinks_H is not None and sinks_H.shape != q_BTHD.shape[2:3]:
+        raise ValueError(
+            f"cached_attention: expected sinks_H of shape {q_BTHD.shape[2:3]}, got {sinks_H.shape}"
+        )
+
+
+# ----------------------------------------------------------------------------------------- examples
+
+
+def _example(rows, dtype, queries, head_dim, **options):
+    """Return a call for 8 sequences of any lengths in a cache of `rows` positions in total."""
+    b = max(1, min(8, rows // 16))
+    s = max(rows // b, queries)
+
+    def of(f):
+        def call(q_BTHD, k_BSKD, v_BSKD, x_B, sinks_H, **how):
+            lengths_B = queries + x_B * 997 % (s - queries + 1)
+            return f(q_BTHD, k_BSKD, v_BSKD, lengths_B, sinks_H=sinks_H, **options, **how)
+
+        return call
+
+    caches = [jax.ShapeDtypeStruct((b, s, 2, head_dim), dtype)] * 2
+    arrays = (
+        jax.ShapeDtypeStruct((b, queries, 8, head_dim), dtype),
+        *caches,
+        jax.ShapeDtypeStruct((b,), jnp.int32),
+        jax.ShapeDtypeStruct((8,), jnp.float32),
+    )
+    return _dispatch.Example(of(cached_attention), of(reference), arrays, differentiable=False)
+
+
+@_dispatch.example("cached_attention")
+def _one_query_example(rows, dtype):
+    """One query of each sequence, with sinks."""
+    return _example(rows, dtype, 1, 128)
+
+
+@_dispatch.example("cached_attention")
+def _several_queries_example(rows, dtype):
+    """Five queries, a window and a soft cap: the rows of several queries share a tile."""
+    return _example(rows, dtype, 5, 64, window=100, softcap=20.0)
+
+
+@_dispatch.example("cached_attention")
+def _head_dim_256_example(rows, dtype):
+    """Sixteen queries in the largest heads: they need the most registers."""
+    return _example(rows, dtype, 16, 256)

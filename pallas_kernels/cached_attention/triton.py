@@ -1,0 +1,126 @@
+"""Flash decoding in Triton (Dao et al., "Flash-Decoding for long-context inference", 2023).
+
+The queries and heads that share a key head are the rows of a tile, so each key is loaded once for
+all of them. `PROGRAMS` programs share the keys: the valid keys of a sequence that its queries
+see are split into equal parts, whatever its length. Each part stores its normalized output and the
+log-sum-exp, in fp32. The sum of the parts, weighted by exp(log-sum-exp), is the result.
+
+Shapes, in addition to those of the package: M rows and N keys of a tile, P the head dimension
+padded to a power of two, R parts.
+"""
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels import _triton
+
+LOG2E = tl.constexpr(1.4426950408889634)
+# Below every finite score and above −∞, so −∞ − LOWEST is −∞. A row that has not seen a key yet
+# needs no guard against ∞ − ∞.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+PROGRAMS = 528
+"""Programs that fill the GPU: 4 on each of the 132 SMs of an H100."""
+TILE_BYTES = 16384
+"""Bytes of a tile of queries, keys or values."""
+
+
+def cached_attention(q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG, *, scale, window, softcap):
+    """Return O, shaped like q.
+
+    Args:
+        scale, window, softcap: numbers; softcap may be None.
+    """
+    (b, t, k, g, d), s = q_BTKGD.shape, k_BSKD.shape[1]
+    p = max(16, triton.next_power_of_2(d))
+    most = max(16, TILE_BYTES // (p * k_BSKD.dtype.itemsize))
+    m, n = min(most, max(16, triton.next_power_of_2(t * g))), min(most, 128)
+    tiles, most_keys = triton.cdiv(t * g, m), min(s, window + t - 1)
+    r = max(1, min(triton.cdiv(PROGRAMS, b * k * tiles), triton.cdiv(most_keys, n)))
+    out_RBTKGD, lse_RBTKG = _triton.call(
+        cached_attention_kernel,
+        *(q_BTKGD, k_BSKD, v_BSKD, lengths_B),
+        out=[
+            jax.ShapeDtypeStruct((r, *q_BTKGD.shape), jnp.float32),
+            jax.ShapeDtypeStruct((r, *q_BTKGD.shape[:-1]), jnp.float32),
+        ],
+        grid=(b * k, r, tiles),
+        **{"B": b, "T": t, "S": s, "K": k, "G": g, "D": d, "P": p, "M": m, "N": n, "R": r},
+        **{"WINDOW": window, "SCALE": scale, "SOFTCAP": softcap},
+        num_stages=2,
+        num_warps=8,
+    )
+    highest_BTKG = lse_RBTKG.max(0)
+    if sinks_KG is not None:
+        sinks_11KG = sinks_KG.astype(jnp.float32)[None, None] * LOG2E.value
+        highest_BTKG = jnp.maximum(highest_BTKG, sinks_11KG)
+    weight_RBTKG = jnp.exp2(lse_RBTKG - highest_BTKG[None])
+    sum_BTKG = weight_RBTKG.sum(0)
+    if sinks_KG is not None:
+        sum_BTKG += jnp.exp2(sinks_11KG - highest_BTKG)
+    out_BTKGD = (weight_RBTKG[..., None] * out_RBTKGD).sum(0) / sum_BTKG[..., None]
+    return out_BTKGD.astype(q_BTKGD.dtype)
+
+
+@triton.jit
+def cached_attention_kernel(
+    q_ptr, k_ptr, v_ptr, length_ptr, out_ptr, lse_ptr,
+    B: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
+    D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Store the output and the log₂-sum-exp of a part of the keys. Grid (B·K, R, ⌈T·G / M⌉).
+
+    Without a key, the output is 0 and the log₂-sum-exp is LOWEST.
+    """
+    b, head = tl.program_id(0) // K, tl.program_id(0) % K
+    length = tl.load(length_ptr + b)
+    row_M = tl.program_id(2) * M + tl.arange(0, M)
+    query_M, channel_P = row_M // G, tl.arange(0, P)
+    index_M = ((tl.cast(b, tl.int64) * T + query_M) * K + head) * G + row_M % G
+    inside_M, inside_P = row_M < T * G, channel_P < D
+    inside_MP = inside_M[:, None] & inside_P[None, :]
+    offset_MP = index_M[:, None] * D + channel_P[None, :]
+    q_MP = tl.load(q_ptr + offset_MP, mask=inside_MP, other=0.0)
+
+    first = tl.maximum(length - T - WINDOW + 1, 0)
+    last = tl.minimum(length, S)
+    keys = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), R), N) * N
+    start = first + tl.program_id(1) * keys
+    stop = tl.minimum(start + keys, last)
+    position_M = length - T + query_M
+    k_ptr += (tl.cast(b, tl.int64) * S * K + head) * D
+    v_ptr += (tl.cast(b, tl.int64) * S * K + head) * D
+    highest_M = tl.full((M,), LOWEST, tl.float32)
+    sum_M = tl.full((M,), 0.0, tl.float32)
+    out_MP = tl.full((M, P), 0.0, tl.float32)
+    for n0 in range(start, stop, N):
+        key_N = n0 + tl.arange(0, N)
+        offset_NP = tl.cast(key_N, tl.int64)[:, None] * (K * D) + channel_P[None, :]
+        inside_NP = (key_N < stop)[:, None] & inside_P[None, :]
+        k_NP = tl.load(k_ptr + offset_NP, mask=inside_NP, other=0.0)
+        v_NP = tl.load(v_ptr + offset_NP, mask=inside_NP, other=0.0)
+        score_MN = tl.dot(q_MP, tl.trans(k_NP), input_precision="tf32x3")
+        if SOFTCAP is None:
+            score_MN *= SCALE * LOG2E
+        else:  # c·tanh(x/c) = c − 2c·σ(−2x/c)
+            score_MN = 1 + tl.exp2(score_MN * (2 * SCALE / SOFTCAP * LOG2E))
+            score_MN = SOFTCAP * LOG2E - (2 * SOFTCAP * LOG2E) / score_MN
+        seen_MN = (key_N[None, :] <= position_M[:, None]) & (key_N < stop)[None, :]
+        seen_MN = seen_MN & (key_N[None, :] > position_M[:, None] - WINDOW)
+        score_MN = tl.where(seen_MN, score_MN, float("-inf"))
+        next_M = tl.maximum(highest_M, tl.max(score_MN, 1))
+        weight_MN = tl.exp2(score_MN - next_M[:, None])
+        old_M = tl.exp2(highest_M - next_M)
+        sum_M = sum_M * old_M + tl.sum(weight_MN, 1)
+        out_MP = out_MP * old_M[:, None]
+        out_MP = tl.dot(weight_MN.to(v_NP.dtype), v_NP, out_MP, input_precision="tf32x3")
+        highest_M = next_M
+    # The sum is at least 1 where a key was seen, and else 0.
+    sum_M = tl.maximum(sum_M, 1.0)
+    index_M += tl.cast(tl.program_id(1), tl.int64) * (B * T * K * G)
+    tl.store(lse_ptr + index_M, highest_M + tl.log2(sum_M), mask=inside_M)
+    offset_MP = index_M[:, None] * D + channel_P[None, :]
+    tl.store(out_ptr + offset_MP, out_MP / sum_M[:, None], mask=inside_MP)

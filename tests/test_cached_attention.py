@@ -1,0 +1,169 @@
+"""pallas_kernels.cached_attention against its definition in fp64, by the 2× rule."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from reference.torch_gpt2 import assert_within_twice, max_abs, rms
+from rule_tools import refused, run_reference
+
+from pallas_kernels import cached_attention
+
+B, S, H, K, D = 3, 37, 8, 2, 24
+SINKS = np.linspace(-2, 3, H, dtype=np.float32)
+OPTIONS = {
+    "plain": {},
+    "window": {"window": 9},
+    "softcap": {"softcap": 3.0},
+    "sinks": {"sinks_H": SINKS},
+    "all": {"window": 20, "softcap": 3.0, "sinks_H": SINKS, "scale": -0.3},
+}
+
+
+def inputs(dtype, t, lengths=(2, 20, S), *, shape=(B, S, H, K, D)):
+    """Queries, caches and lengths. The first sequence has fewer keys than 5 queries."""
+    b, s, h, k, d = shape
+    rng = np.random.default_rng(t)
+    sizes = (b, t, h, d), (b, s, k, d), (b, s, k, d)
+    arrays = [jnp.asarray(2 * rng.standard_normal(size), dtype) for size in sizes]
+    return *arrays, jnp.asarray(lengths, jnp.int32)
+
+
+def defined(q, k, v, lengths, *, scale=None, window=None, softcap=None, sinks_H=None):
+    """Return O in fp64, one query and one head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t, h in np.ndindex(*q.shape[:3]):
+        end = int(lengths[b]) - q.shape[1] + t + 1
+        keys = slice(max(0, end - window) if window else 0, max(0, end))
+        head = h // (q.shape[2] // k.shape[2])
+        z = k[b, keys, head] @ q[b, t, h] * (scale or q.shape[3] ** -0.5)
+        z = z if softcap is None else softcap * np.tanh(z / softcap)
+        p = np.exp(z)
+        sink = 0 if sinks_H is None else np.exp(np.float64(sinks_H[h]))
+        out[b, t, h] = p / max(p.sum() + sink, 1e-300) @ v[b, keys, head]
+    return out
+
+
+def run(implementation, *args, sinks_H=None, **options):
+    sinks_H = None if sinks_H is None else jnp.asarray(sinks_H)
+    return cached_attention(*args, sinks_H=sinks_H, implementation=implementation, **options)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch, triton_on_cpu):
+    """Tiles of 16 rows and 16 keys: five queries have two tiles, and the keys three parts."""
+    from pallas_kernels.cached_attention import triton
+
+    monkeypatch.setattr(triton, "TILE_BYTES", 1)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("t", [1, 5])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_triton(dtype, t, options, small_tiles):
+    """The kernel does not read the keys and values after the valid ones."""
+    args, options = inputs(dtype, t), OPTIONS[options]
+    valid = (np.arange(S) < np.asarray(args[3])[:, None])[:, :, None, None]
+    q, *caches, lengths = args
+    unread = [jnp.where(valid, x, jnp.nan) for x in caches]
+    found = jax.jit(functools.partial(run, "triton", **options))(q, *unread, lengths)
+    plain = run_reference(functools.partial(run, "xla", precision="highest", **options), *args)
+    exact = defined(*args, **options)
+    assert found.dtype == dtype
+    for norm in (rms, max_abs):
+        assert_within_twice(found, plain, exact, norm=norm, name="O")
+    if t == 5:
+        assert not np.asarray(found)[0, :3].any()  # no key
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("t", [1, 5])
+@pytest.mark.parametrize("implementation", ["xla", "reference"])
+def test_plain_jax(implementation, t, options):
+    """Scores of up to 20 have rounding errors of 1e-6."""
+    args, options = inputs(jnp.float32, t), OPTIONS[options]
+    found = run(implementation, *args, precision="highest", **options)
+    np.testing.assert_allclose(found, defined(*args, **options), rtol=0, atol=1e-5)
+
+
+def test_vmap(small_tiles):
+    """Over the batch, and over sinks too, which a launch shares."""
+    pairs = [inputs(jnp.float32, t) for t in (5, 5)]
+    stacked = [jnp.stack(pair) for pair in zip(*pairs, strict=True)]
+    sinks = jnp.stack([jnp.asarray(SINKS), jnp.asarray(SINKS) + 1])
+    call = lambda *args: run("triton", *args[:4], sinks_H=args[4])
+    for axis, of in ((None, lambda i: sinks[0]), (0, lambda i: sinks[i])):
+        found = jax.vmap(call, (0, 0, 0, 0, axis))(*stacked, sinks if axis == 0 else sinks[0])
+        for i, args in enumerate(pairs):
+            expected = run("xla", *args, sinks_H=of(i), precision="highest")
+            np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_sharded_arrays(axis, kind, triton_on_cpu):
+    """Each device launches on its sequences, or its key heads and their query heads."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
+    spec = PartitionSpec(*[None] * axis, "x")
+    args = inputs(jnp.float32, 5, (9, S), shape=(2, S, H, K, D))
+    specs = [spec] * 3 + [spec if axis == 0 else PartitionSpec()]
+    with jax.set_mesh(mesh):
+        shapes = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, each))
+            for x, each in zip(args, specs, strict=True)
+        ]
+        compiled = jax.jit(functools.partial(run, "triton")).lower(*shapes).compile()
+    text = compiled.as_text()
+    assert not re.search("all-reduce|all-gather|all-to-all|collective-permute", text)
+    assert compiled.output_shardings.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
+def test_refusals(triton_on_cpu):
+    q, k, v, lengths = inputs(jnp.float32, 5)
+    of_q = lambda q: run("triton", q, k, v, lengths).sum()
+    with pytest.raises(NotImplementedError, match="cached_attention: .* has no derivative; pass"):
+        jax.grad(of_q)(q)
+    message = "implementation 'triton' supports at most 16 queries of a sequence, not 20"
+    with pytest.raises(ValueError, match=message):
+        run("triton", jnp.concatenate([q] * 4, 1), k, v, lengths)
+    refused(cached_attention, q[:, :, :3], k, v, lengths, match=r"multiple of key heads.*\(3, 5, 3")
+    refused(cached_attention, q, k, v[:, 1:], lengths, match="expected q .batch, queries, heads")
+    refused(
+        cached_attention,
+        q,
+        k,
+        v,
+        lengths.astype(jnp.float32),
+        match="lengths .batch,. in integers, got",
+    )
+    refused(cached_attention, q.astype(jnp.bfloat16), k, v, lengths, match="all in float32, bf")
+    refused(cached_attention, q, k, v, lengths, window=0, match="a window of at least 1, got 0")
+    refused(cached_attention, q, k, v, lengths, softcap=0.0, match="a positive softcap, got 0.0")
+    sinks = {"sinks_H": jnp.ones(K)}
+    refused(cached_attention, q, k, v, lengths, **sinks, match=r"shape \(8,\), got \(2,\)")
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("t", [1, 5])
+def test_triton_on_the_gpu(t, options):
+    options = dict(OPTIONS[options])
+    if "sinks_H" in options:
+        options["sinks_H"] = np.linspace(-2, 3, 16, dtype=np.float32)
+    if "window" in options:
+        options["window"] = 1000
+    lengths = (2, 4096, 1, 777, 2048, 3000, 100, 4095)
+    args = inputs(jnp.bfloat16, t, lengths, shape=(8, 4096, 16, 4, 128))
+    found = jax.jit(functools.partial(run, "triton", **options))(*args)
+    plain = run_reference(functools.partial(run, "xla", **options), *args)
+    exact = defined(*args, **options)
+    for norm in (rms, max_abs):
+        assert_within_twice(found, plain, exact, norm=norm, name="O")
