@@ -116,7 +116,9 @@ class Attention(nnx.Module):
                     precision=c.precision.matmul,
                 )
             else:
-                y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), precision=c.precision.matmul)
+                how = {"precision": c.precision.matmul}
+                how |= {"implementation": self.c_attn.implementation}
+                y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), **how)
         y_BTC = y_BTHD.reshape(b, t, c.n_embd)
         return PendingResidual(self.c_proj.matmul(y_BTC), self.c_proj.bias[...])
 

@@ -16,7 +16,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.precision import Precision
-from pallas_kernels import flash_attention, linear
+from pallas_kernels import cached_attention, flash_attention, linear
+from pallas_kernels.cached_attention import attend, pattern, visible
 from pallas_kernels.classifier import to_int32
 from pallas_kernels.gemm import Numerics
 
@@ -192,12 +193,12 @@ def attention(
                 f"{implementation!r}"
             )
         t = q_BTHD.shape[1]
-        visible_BTS = _visible(jnp.arange(t)[None], t, window)
+        visible_BTS = visible(jnp.arange(t)[None], t, window)
         if segment_ids is not None:
             start_BT = jnp.arange(t)[None] - segment_positions(segment_ids)
             visible_BTS = visible_BTS & (jnp.arange(t)[None, None] >= start_BT[:, :, None])
         how = {"sinks_H": sinks_H, "softcap": softcap, "scale": scale, "precision": precision}
-        return _attend(q_BTHD, k_BTKD, v_BTKD, visible_BTS, **how)
+        return attend(q_BTHD, k_BTKD, v_BTKD, visible_BTS, **how)
     y_BTHD = flash_attention(
         q_BTHD,
         k_BTKD,
@@ -225,45 +226,7 @@ def attention_pattern(
 ) -> Float[Array, "B H T T"]:
     """Return P of `attention`, fp32. Options are sinks_H, softcap, scale and precision."""
     t = q_BTHD.shape[1]
-    return _pattern(q_BTHD, k_BTKD, _visible(jnp.arange(t)[None], t, window), **options)
-
-
-def _pattern(
-    q_BTHD, k_BSKD, visible_BTS, *, sinks_H=None, softcap=None, scale=None, precision=None
-):
-    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    scores_BKGTS = jnp.einsum(
-        "btkgd,bskd->bkgts",
-        q_BTHD.reshape(b, t, k, h // k, d),
-        k_BSKD,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    scores_BKGTS *= d**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
-    if sinks_H is not None:
-        sinks_1KG11 = sinks_H.astype(jnp.float32).reshape(1, k, h // k, 1, 1)
-        sinks_BKGT1 = jnp.broadcast_to(sinks_1KG11, (*scores_BKGTS.shape[:-1], 1))
-        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
-    return jax.nn.softmax(scores_BKGTS, axis=-1)[..., :s].reshape(b, h, t, s)
-
-
-def _attend(q_BTHD, k_BSKD, v_BSKD, visible_BTS, *, precision=None, **options):
-    """Return the attention to the visible keys, in plain JAX."""
-    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    pattern_BHTS = _pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
-    weights_BKGTS = pattern_BHTS.astype(v_BSKD.dtype).reshape(b, k, h // k, t, s)
-    y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKD, precision=precision)
-    return y_BTKGD.reshape(b, t, h, d)
-
-
-def _visible(position_BT, s: int, window: int | None):
-    """Return the mask of the keys 0…S − 1 that queries at these positions see."""
-    s_11S, position_BT1 = jnp.arange(s)[None, None], position_BT[:, :, None]
-    visible_BTS = s_11S <= position_BT1
-    return visible_BTS if window is None else visible_BTS & (s_11S > position_BT1 - window)
+    return pattern(q_BTHD, k_BTKD, visible(jnp.arange(t)[None], t, window), **options)
 
 
 @jax.tree_util.register_dataclass
@@ -313,7 +276,7 @@ class KVCache:
         The query at position length + t sees positions 0…length + t, or the last `window` of these.
 
         Args:
-            options: scale, softcap, sinks_H and precision of `attention`.
+            options: scale, softcap, sinks_H, implementation and precision of `cached_attention`.
         """
         if self.k_BSHD is None:
             self.k_BSHD, self.v_BSHD = k_BTKD, v_BTKD
@@ -321,10 +284,9 @@ class KVCache:
         append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
         self.k_BSHD = append(self.k_BSHD, k_BTKD, self.length_B)
         self.v_BSHD = append(self.v_BSHD, v_BTKD, self.length_B)
-        position_BT = self.positions(q_BTHD.shape[1])
         self.length_B = self.length_B + q_BTHD.shape[1]
-        visible_BTS = _visible(position_BT, self.k_BSHD.shape[1], window)
-        return _attend(q_BTHD, self.k_BSHD, self.v_BSHD, visible_BTS, **options)
+        cache = self.k_BSHD, self.v_BSHD, self.length_B
+        return cached_attention(q_BTHD, *cache, window=window, **options)
 
     def extended(self, s: int, length_B: Int[Array, " B"]) -> "KVCache":
         """Return a cache of S positions that begins with the prompt.

@@ -187,7 +187,8 @@ class Attention(nnx.Module):
                 precision=precision,
             )
         else:
-            y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, precision=precision)
+            how = {"precision": precision, "implementation": self.implementation}
+            y_BTHD = cache.attend(q_BTHD, k_BTKD, v_BTKD, **how)
         return PendingResidual(self.o(y_BTHD.reshape(*y_BTHD.shape[:2], c.n_embd)))
 
 
