@@ -605,6 +605,7 @@ TWO_BYTES = {"classifier_kernel", "sum_partials"}
 MOST_NARROW = {
     **{"linear_forward": 16, "classifier_kernel": 3, "several_targets_example": 7},
     **{"norm_forward": 5, "norm_backward": 4, "cached_attention_kernel": 2},
+    "capped_with_options_example": 9,
 }
 """Loads and stores of less than 16 bytes in an example or kernel; in others at most one, such as
 that of a row's sum. Two-byte ones would cost eight times the instructions. Not of rows that start

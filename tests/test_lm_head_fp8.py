@@ -55,7 +55,7 @@ def from_rounded_logits(x, w, targets, softcap, w_scale):
     """The gradients in fp64, of rounded operands and the classifier's gradient in e5m2."""
     x8, w8 = quantize(x, X_SCALE).rows, quantize(w, w_scale).rows
     logits = scaled_matmul(x8, w8, 1 / (X_SCALE * w_scale), out_dtype=x.dtype)
-    d = classify(Loss(VOCAB, softcap), logits, targets, None, scale=D_SCALE)[1]
+    d = classify(Loss(VOCAB, softcap), logits, (targets, None), None, scale=D_SCALE)[1]
     d = np.asarray(d).astype(np.float64) / (D_SCALE * N)
     return d @ fake(w, w_scale, E4M3), d.T @ fake(x, X_SCALE, E4M3)
 
@@ -129,7 +129,7 @@ def in_fp32(call):
     return wide
 
 
-def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights):
+def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights, options):
     """The gradient that the kernel stores in fp32, rounded once, stochastically, by the bits of
     `stochastic_e5m2`; beyond the range, its end. NaN and ignored rows too. Return the logits, the
     targets, and the losses and the gradient for each scale."""
@@ -143,11 +143,12 @@ def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights)
     targets = targets[:, 0] if weights is None else targets
     results = {}
     for scale in (512.0, 2.0**17):
-        f = functools.partial(classify, Loss(vocab, softcap, -1), scale=scale)
-        losses, found = jax.jit(f)(logits, targets, weights_M)
+        f = functools.partial(classify, Loss(vocab, softcap, -1, **options), scale=scale)
+        args = logits, (targets, None), weights_M
+        losses, found, _ = jax.jit(f)(*args)
         with monkeypatch.context() as patch:
             patch.setattr(_triton, "call", in_fp32(_triton.call))
-            same_losses, scaled = jax.jit(lambda *args, f=f: f(*args))(logits, targets, weights_M)
+            same_losses, scaled, _ = jax.jit(lambda *args, f=f: f(*args))(*args)
         np.testing.assert_array_equal(losses, same_losses)
         found, expected = (
             np.asarray(x).astype(np.float32)
@@ -160,17 +161,21 @@ def check_classifier(monkeypatch, rows, columns, vocab, dtype, softcap, weights)
 
 
 CLASSIFIERS = pytest.mark.parametrize(
-    "softcap, weights",
-    [(None, None), (None, (1.0, 0.5)), (CAP, None), (CAP, (1.0, 0.5))],
-    ids=["plain", "plain, two targets", "capped", "capped, two targets"],
+    "softcap, weights, options",
+    [
+        *((None, None, {}), (None, (1.0, 0.5), {}), (CAP, None, {}), (CAP, (1.0, 0.5), {})),
+        (CAP, None, {"label_smoothing": 0.1, "z_loss": 1e-2}),
+    ],
+    ids=["plain", "plain, two targets", "capped", "capped, two targets", "smooth"],
 )
 
 
 @CLASSIFIERS
-def test_the_classifier_kernel(triton_on_cpu, monkeypatch, softcap, weights):
+def test_the_classifier_kernel(triton_on_cpu, monkeypatch, softcap, weights, options):
     sizes = 5, 300, 257, jnp.float32
-    logits, targets, results = check_classifier(monkeypatch, *sizes, softcap, weights)
+    logits, targets, results = check_classifier(monkeypatch, *sizes, softcap, weights, options)
     how = {"vocab_size": 257, "softcap": softcap, "ignore_index": -1, "target_weights": weights}
+    how |= options
     losses, d = fused_classifier(logits, targets, implementation="triton", **how)
     for scale, (found, scaled) in results.items():
         np.testing.assert_array_equal(found, losses)
@@ -187,8 +192,8 @@ def test_the_classifier_kernel_with_large_logits(triton_on_cpu, monkeypatch):
     logits = np.float32(rng.integers(-64, 64, (4, 300)) / 8)  # exact, also plus 4,000
     targets = jnp.asarray(rng.integers(0, 300, 4), jnp.int32)
     f = functools.partial(classify, Loss(300), scale=512.0)
-    _, small = f(jnp.asarray(logits), targets, None)
-    _, large = f(jnp.asarray(logits + 4000), targets, None)
+    _, small, _ = f(jnp.asarray(logits), (targets, None), None)
+    _, large, _ = f(jnp.asarray(logits + 4000), (targets, None), None)
     tolerance = 2.0**-23 * 4000
     np.testing.assert_allclose(large, small, rtol=tolerance, atol=512 * 1e-6)
     assert np.abs(np.asarray(large) / np.asarray(small) - 1).max() > tolerance / 100
@@ -201,7 +206,7 @@ def test_errors_of_the_gradient_average_out():
     logits = jnp.asarray(rng.standard_normal(v) + 0.01 * rng.standard_normal((n, v)), jnp.float32)
     targets = jnp.asarray(rng.integers(0, v, n), jnp.int32)
     d = np.asarray(fused_classifier(logits, targets, implementation="xla")[1], np.float64)
-    stochastic = np.asarray(classify(Loss(v), logits, targets, None, scale=scale)[1])
+    stochastic = np.asarray(classify(Loss(v), logits, (targets, None), None, scale=scale)[1])
     found = (stochastic.astype(np.float64) / scale).sum(0)
     nearest = fake(d, scale, E5M2).sum(0)
     assert rms(found - d.sum(0)) < 0.1 * rms(nearest - d.sum(0))
@@ -220,7 +225,7 @@ def test_the_compiled_classifier(softcap, columns, capability):
     f = functools.partial(classify, Loss(50257, softcap), weights_M=None, scale=512.0)
     shapes = (
         jax.ShapeDtypeStruct((64, columns), jnp.bfloat16),
-        jax.ShapeDtypeStruct((64,), jnp.int32),
+        (jax.ShapeDtypeStruct((64,), jnp.int32), None),
     )
     jax.clear_caches()  # a cached trace of another capability launches nothing
     (kernel,) = triton_kernels(f, *shapes, capability=capability)
@@ -245,7 +250,7 @@ def test_the_limit_reaches_triton(monkeypatch):
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     logits, targets = jnp.zeros((1, 16384), jnp.bfloat16), jnp.zeros(1, jnp.int32)
     for softcap in (None, CAP):
-        classify(Loss(16384, softcap), logits, targets, None, scale=1.0)
+        classify(Loss(16384, softcap), logits, (targets, None), None, scale=1.0)
     assert launched == [_triton.OPTIONS | {"maxnreg": 32}, _triton.OPTIONS]
 
 
@@ -255,8 +260,8 @@ def test_the_limit_reaches_triton(monkeypatch):
 @pytest.mark.gpu
 @CLASSIFIERS
 @pytest.mark.parametrize("columns", [50304, 50257], ids=["aligned", "unaligned"])
-def test_the_classifier_on_the_gpu(monkeypatch, columns, softcap, weights):
-    check_classifier(monkeypatch, 64, columns, 50257, jnp.bfloat16, softcap, weights)
+def test_the_classifier_on_the_gpu(monkeypatch, columns, softcap, weights, options):
+    check_classifier(monkeypatch, 64, columns, 50257, jnp.bfloat16, softcap, weights, options)
 
 
 @pytest.mark.gpu

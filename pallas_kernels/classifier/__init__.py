@@ -8,7 +8,13 @@ With M targets per row and weights w (multi-token prediction)
     loss_n = Σ_m w_m (logsumexp(z_n) − z_n[target_nm])
     dx_nv = Σ_m w_m (softmax(z_n)_v − [v = target_nm]) · dz/dx
 
-over the targets that are not ignored.
+over the targets that are not ignored. With every option, with lse_n = logsumexp(z_n) over the V
+real columns, label smoothing ε, z-loss ζ and a weight r_n of each row,
+
+    loss_n = r_n Σ_m w_m (lse_n − (1 − ε) z_n[target_nm] − ε/V Σ_v z_nv + ζ lse_n²)
+    dx_nv = r_n Σ_m w_m ((1 + 2 ζ lse_n) softmax(z_n)_v − (1 − ε) [v = target_nm] − ε/V) · dz/dx
+
+The weights multiply the z-loss too, and lse itself depends on the logits only.
 
 Shapes: N rows (tokens), V columns (padding included), M targets per row. Softmax and loss cover the
 first `vocab_size` columns; the others may hold any value, NaN included, and get a gradient of
@@ -22,16 +28,16 @@ Back ends:
         cache, and overwrites the row. NVIDIA GPUs from Ampere on.
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
-        work, through both results. Any device.
-triton and xla are differentiable once, in reverse mode: only the losses, and only with respect to
-the logits.
+        work, through all results. Any device.
+triton and xla are differentiable once, in reverse mode: the losses and lse, and only with respect
+to the logits. The derivative of lse reads the logits again, in plain JAX.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,8 +96,12 @@ def fused_classifier(
     softcap: Number | SigmoidCap | None = None,
     target_weights: Float[Array, " M"] | Sequence[Number] | None = None,
     ignore_index: int | None = None,
+    label_smoothing: Number = 0.0,
+    z_loss: Number = 0.0,
+    weights_N: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     implementation: Implementation | str = "auto",
-) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
+) -> tuple[Float[Array, "..."], ...]:
     """Cross-entropy of each row in nats, and the gradient with respect to the row's logits.
 
     The gradient overwrites the logits' buffer where the buffer is free (an intermediate of a jitted
@@ -107,14 +117,22 @@ def fused_classifier(
         target_weights: weights of the M targets of every row; 1 when None. An array may be traced.
         ignore_index: int32; targets with this value do not contribute. A row whose targets are all
             ignored has a loss and a gradient of exactly 0.
+        label_smoothing: ε in [0, 1], as in PyTorch: a target has the probability 1 − ε, and ε is
+            shared by the real columns.
+        z_loss: factor ζ ≥ 0 of lse_n², which is added to the loss of each target that is not
+            ignored, before the weights.
+        weights_N: weight of each row. Multiplies the row's loss and gradient.
+        return_lse: whether to return lse_N too: the log-sum-exp of each row's capped logits over
+            the real columns. No target or weight changes lse_N.
         implementation: "auto", or a back end: "triton", "xla", "reference".
 
     Returns:
-        losses_N in fp32, and dlogits_NV in the logits' dtype.
+        losses_N in fp32, dlogits_NV in the logits' dtype, and with `return_lse` lse_N in fp32.
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run this call.
-        NotImplementedError: differentiation through dlogits_NV, or with respect to target_weights.
+        NotImplementedError: differentiation through dlogits_NV, or with respect to target_weights
+            or weights_N.
     """
     shape, vocab_size = logits_NV.shape, logits_NV.shape[-1] if vocab_size is None else vocab_size
     rows_match = len(shape) == 2 and targets_N.shape[:1] == shape[:1]
@@ -127,9 +145,11 @@ def fused_classifier(
         raise ValueError(
             f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
         )
-    loss = Loss(vocab_size, softcap, ignore_index)
-    loss, *targets = checked("fused_classifier", loss, targets_N, target_weights)
-    return classify(loss, logits_NV, *targets, implementation=implementation)
+    loss = Loss(vocab_size, softcap, ignore_index, label_smoothing, z_loss, return_lse)
+    loss, targets, weights_M = checked("fused_classifier", loss, targets_N, target_weights)
+    labels = targets, checked_weights("fused_classifier", targets, weights_N)
+    results = classify(loss, logits_NV, labels, weights_M, implementation=implementation)
+    return results if return_lse else results[:2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +159,17 @@ class Loss:
     vocab_size: int
     softcap: Number | SigmoidCap | None = None
     ignore_index: int | None = None
+    label_smoothing: Number = 0.0
+    z_loss: Number = 0.0
+    return_lse: bool = False
 
 
 def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
     """Return the loss, and int32 targets (N,) and None, or (N, M) and fp32 weights of shape (M,).
 
     Raises:
-        ValueError: a cap that is not positive, ignore_index out of the range of int32, targets that
-            are no integers, or another number of weights than targets of a row. The message names
+        ValueError: a cap that is not positive, an option out of its range, targets that are no
+            integers, or another number of weights than targets of a row. The message names
             `operation`.
     """
     cap, ignore_index = loss.softcap, loss.ignore_index
@@ -163,6 +186,11 @@ def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
     if ignore_index is not None and not -(2**31) <= ignore_index < 2**31:
         raise ValueError(
             f"{operation}: expected ignore_index in the range of int32, got {ignore_index}"
+        )
+    if not (0 <= loss.label_smoothing <= 1 and 0 <= loss.z_loss < math.inf):
+        raise ValueError(
+            f"{operation}: expected label_smoothing in [0, 1] and a finite z_loss ≥ 0, got "
+            f"{loss.label_smoothing} and {loss.z_loss}"
         )
     if not jnp.issubdtype(targets.dtype, jnp.integer):
         raise ValueError(f"{operation}: expected integer targets, got {targets.dtype}")
@@ -182,12 +210,25 @@ def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
     return loss, targets, weights_M
 
 
-def constant(operation: str, target_weights):
+def checked_weights(operation: str, targets, weights_N):
+    """Return the weights of the rows in fp32, or None.
+
+    Raises:
+        ValueError: another number of weights than rows.
+    """
+    if weights_N is not None and jnp.shape(weights_N) != targets.shape[:1]:
+        shapes = f"{jnp.shape(weights_N)} and targets of shape {targets.shape}"
+        raise ValueError(f"{operation}: expected weights_N of shape (N,), got {shapes}")
+    return None if weights_N is None else jnp.asarray(weights_N, jnp.float32)
+
+
+def constant(operation: str, weights):
     """Return the weights, with a derivative that raises NotImplementedError."""
-    if target_weights is None:
-        return None
-    remedy = "expected constant target_weights; implementation='reference' differentiates them"
-    return _calls.once(operation, target_weights, remedy)
+    remedy = (
+        "expected constant target_weights and weights_N; implementation='reference' "
+        "differentiates them"
+    )
+    return _calls.once(operation, weights, remedy)
 
 
 def to_int32(ids):
@@ -199,29 +240,54 @@ def to_int32(ids):
     return ids.astype(jnp.int32)
 
 
-def reference(logits_NV, targets_N, *, vocab_size=None, target_weights=None, **options):
-    """Compute the definition in fp32 for every dtype. Return fp32 losses_N and dlogits_NV.
+def reference(logits_NV, targets_N, *, vocab_size=None, target_weights=None, weights_N=None, **how):
+    """Compute the definition in fp32 for every dtype. Return fp32 losses_N, dlogits_NV, and with
+    `return_lse` lse_N.
 
     Args:
-        vocab_size, target_weights, options: as in `fused_classifier`.
+        vocab_size, target_weights, weights_N, how: as in `fused_classifier`.
     """
-    loss = Loss(logits_NV.shape[1] if vocab_size is None else vocab_size, **options)
+    loss = Loss(logits_NV.shape[1] if vocab_size is None else vocab_size, **how)
     loss, targets, weights_M = checked("fused_classifier", loss, targets_N, target_weights)
-    vocab_size, softcap = loss.vocab_size, loss.softcap
-    targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, loss.ignore_index)
+    targets_NM, known_NM, ignored_NM = _targets(targets, loss.vocab_size, loss.ignore_index)
 
     def losses(logits_NV):
-        real_NV = logits_NV[:, :vocab_size].astype(jnp.float32)
-        log_probs_NV = jax.nn.log_softmax(apply_softcap(real_NV, softcap), axis=-1)
+        real_NV = apply_softcap(logits_NV[:, : loss.vocab_size], loss.softcap)
+        log_probs_NV = jax.nn.log_softmax(real_NV, axis=-1)
         columns_NM = jnp.where(known_NM, targets_NM, 0)
         losses_NM = -jnp.take_along_axis(log_probs_NV, columns_NM, axis=-1)
+        if loss.label_smoothing:
+            losses_NM = (1 - loss.label_smoothing) * losses_NM
+            losses_NM -= loss.label_smoothing * log_probs_NV.mean(-1, keepdims=True)
+        if loss.z_loss:
+            losses_NM += loss.z_loss * log_sum_exp(loss, logits_NV)[:, None] ** 2
         # Multiply by NaN: `where` instead would make the gradient of an invalid row 0.
         losses_NM = losses_NM * jnp.where(known_NM | ignored_NM, 1.0, jnp.nan)
         losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
-        return (losses_NM if weights_M is None else losses_NM * weights_M[None]).sum(-1)
+        losses_N = (losses_NM if weights_M is None else losses_NM * weights_M[None]).sum(-1)
+        return losses_N if weights_N is None else losses_N * weights_N
 
-    losses_N, pull = jax.vjp(losses, logits_NV.astype(jnp.float32))
-    return losses_N, pull(jnp.ones_like(losses_N))[0]
+    logits_NV = logits_NV.astype(jnp.float32)
+    losses_N, pull = jax.vjp(losses, logits_NV)
+    results = losses_N, pull(jnp.ones_like(losses_N))[0]
+    return (*results, log_sum_exp(loss, logits_NV)) if loss.return_lse else results
+
+
+def log_sum_exp(loss: Loss, logits_NV):
+    """Return lse_N in fp32."""
+    real_NV = logits_NV[:, : loss.vocab_size].astype(jnp.float32)
+    return jax.nn.logsumexp(apply_softcap(real_NV, loss.softcap), axis=-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def known(f: Callable, value: Any, *args: Any) -> Any:
+    """Return `value` of f(*args), which a kernel has computed. The backward pass computes f."""
+    return value
+
+
+known.defvjp(
+    lambda f, value, *args: (value, args), lambda f, args, g: (None, *jax.vjp(f, *args)[1](g))
+)
 
 
 def _targets(targets, vocab_size, ignore_index):
@@ -246,13 +312,16 @@ def apply_softcap(x, softcap: Number | SigmoidCap | None):
 def classify(
     loss: Loss,
     logits_NV: Float[Array, "N V"],
-    targets: Integer[Array, "..."],
+    labels: tuple[Integer[Array, "..."], Float[Array, " N"] | None],
     weights_M: Float[Array, " M"] | None,
     *,
     scale: float | None = None,
     implementation: str = "auto",
-) -> tuple[Float[Array, " N"], Float[Array, "N V"]]:
-    """Return losses_N and dlogits_NV as `fused_classifier`, for arguments from `checked`.
+) -> tuple[Float[Array, " N"], Float[Array, "N V"], Float[Array, " N"] | None]:
+    """Return losses_N, dlogits_NV and lse_N as `fused_classifier`, for arguments from `checked`.
+    lse_N is None without `return_lse`.
+
+    `labels` are the arrays with a value of each row: the targets, and weights_N or None.
 
     With a scale, the second result is dlogits · scale in float8_e5m2, clipped to the largest e5m2
     number and rounded stochastically (`gemm.stochastic_e5m2`). The probability of a vocabulary
@@ -260,18 +329,25 @@ def classify(
     sums over rows. The Triton kernel reads each row once from memory and converts in registers.
     These results have no derivative.
     """
-    arrays = (logits_NV, targets)
+    arrays = (logits_NV, labels)
     backend = _dispatch.select(
         "fused_classifier", implementation, arrays=arrays, softcap=loss.softcap
     )
     if backend == "reference":
-        losses_N, dlogits_NV = reference(*arrays, target_weights=weights_M, **vars(loss))
-        return losses_N, dlogits_NV.astype(logits_NV.dtype)
+        how = {"weights_N": labels[1], "target_weights": weights_M, **vars(loss)}
+        losses_N, dlogits_NV, *lse = reference(logits_NV, labels[0], **how)
+        return losses_N, dlogits_NV.astype(logits_NV.dtype), *(lse or (None,))
     options = Options(backend, loss, scale)
     if scale is not None:
         return _run(options, *arrays, weights_M)
-    weights_M = constant("fused_classifier", weights_M)
-    return _calls.differentiable("fused_classifier", _classify, options, *arrays, weights_M)
+    targets, *weights = labels[0], *constant("fused_classifier", (labels[1], weights_M))
+    run = functools.partial(_calls.differentiable, "fused_classifier")
+    losses_N, dlogits_NV, lse_N = run(
+        _classify, options, logits_NV, (targets, weights[0]), weights[1]
+    )
+    if loss.return_lse:
+        lse_N = run(known, functools.partial(log_sum_exp, loss), lse_N, logits_NV)
+    return losses_N, dlogits_NV, lse_N
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,33 +359,34 @@ class Options:
     scale: float | None
 
 
-def _run(options, logits_NV, targets, weights_M):
+def _run(options, logits_NV, labels, weights_M):
     how, scale = vars(options.loss), options.scale
     if options.backend == "triton":
         from pallas_kernels.classifier import triton
 
         f = functools.partial(triton.classify, scale=scale, **how)
-        columns = "n* m" if targets.ndim == 2 else "n*"
-        rule = Rule(f"n* v, {columns}, m -> n*, n* v", over="n*")
+        columns = "n* m" if labels[0].ndim == 2 else "n*"
+        rule = Rule(f"n* v, {columns}, n*, m -> n*, n* v, n*", over="n*")
         how = {"rule": rule, "overwrites": scale is None}
         launch = _calls.batched("fused_classifier", f, **how)
-        return launch(logits_NV, targets, weights_M)
-    losses_N, dlogits_NV = _in_xla(logits_NV, targets, weights_M, **how)
+        return launch(logits_NV, *labels, weights_M)
+    losses_N, dlogits_NV, lse_N = _in_xla(logits_NV, *labels, weights_M, **how)
     if scale is None:
-        return losses_N, dlogits_NV.astype(logits_NV.dtype)
-    return losses_N, stochastic_e5m2((dlogits_NV * scale).clip(-largest(E5M2), largest(E5M2)))
+        return losses_N, dlogits_NV.astype(logits_NV.dtype), lse_N
+    dlogits_NV = (dlogits_NV * scale).clip(-largest(E5M2), largest(E5M2))
+    return losses_N, stochastic_e5m2(dlogits_NV), lse_N
 
 
 _classify = jax.custom_vjp(_run, nondiff_argnums=(0,))
 
 
 def _classify_forward(options, *primals):
-    losses_N, dlogits_NV = _run(options, *jax.tree.map(lambda primal: primal.value, primals))
-    return (losses_N, dlogits_NV), dlogits_NV
+    results = _run(options, *jax.tree.map(lambda primal: primal.value, primals))
+    return results, results[1]
 
 
 def _classify_backward(options, dlogits_NV, cotangents):
-    g_N, g_dlogits_NV = cotangents
+    g_N, g_dlogits_NV, _ = cotangents  # `known` differentiates lse
     if not isinstance(g_dlogits_NV, jax.custom_derivatives.SymbolicZero):
         raise NotImplementedError(
             "fused_classifier: the gradient that it returns cannot itself be differentiated; "
@@ -324,34 +401,53 @@ def _classify_backward(options, dlogits_NV, cotangents):
 _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
 
 
-def _in_xla(logits_NV, targets, weights_M, *, vocab_size, softcap, ignore_index):
+def _in_xla(
+    logits_NV, targets, weights_N, weights_M, *, vocab_size, softcap, ignore_index,
+    label_smoothing, z_loss, return_lse,
+):  # fmt: skip
     targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, ignore_index)
     weights_NM = jnp.where(ignored_NM, 0.0, 1.0 if weights_M is None else weights_M[None])
+    if weights_N is not None:
+        weights_NM = weights_NM * weights_N[:, None]
     x_NV = logits_NV.astype(jnp.float32)
     z_NV = apply_softcap(x_NV, softcap)
     column_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None, :]
     if vocab_size < logits_NV.shape[1]:
         z_NV = jnp.where(column_1V < vocab_size, z_NV, -jnp.inf)
-    z_NV = z_NV - z_NV.max(-1, keepdims=True)
+    largest_N1 = z_NV.max(-1, keepdims=True)
+    z_NV = z_NV - largest_N1
     exp_NV = jnp.exp(z_NV)
     sum_N1 = exp_NV.sum(-1, keepdims=True)
+    lse_N = (largest_N1 + jnp.log(sum_N1))[:, 0]
     sum_N1 = jnp.where((known_NM | ignored_NM).all(-1, keepdims=True), sum_N1, jnp.nan)
     d_NV = exp_NV / sum_N1
-    if weights_M is not None:
+    if z_loss:
+        d_NV = d_NV * (1 + 2 * z_loss * lse_N[:, None])
+    if label_smoothing:
+        d_NV = d_NV - label_smoothing / vocab_size
+        mean_N = jnp.where(column_1V < vocab_size, z_NV, 0.0).sum(-1) / vocab_size
+    if not (weights_M is None and weights_N is None):
         d_NV = d_NV * weights_NM.sum(-1, keepdims=True)
     losses_NM = []
     for m in range(targets_NM.shape[1]):
         hit_NV = column_1V == targets_NM[:, m, None]
-        losses_NM.append(jnp.log(sum_N1[:, 0]) - jnp.where(hit_NV, z_NV, 0.0).sum(-1))
-        d_NV = d_NV - jnp.where(hit_NV, weights_NM[:, m, None], 0.0)
+        z_N, share = jnp.where(hit_NV, z_NV, 0.0).sum(-1), weights_NM[:, m, None]
+        if label_smoothing:
+            z_N = (1 - label_smoothing) * z_N + label_smoothing * mean_N
+            share = (1 - label_smoothing) * share
+        losses_NM.append(jnp.log(sum_N1[:, 0]) - z_N)
+        d_NV = d_NV - jnp.where(hit_NV, share, 0.0)
     if softcap is not None:
         d_NV = d_NV * _slope(x_NV, softcap)
     d_NV = jnp.where(column_1V < vocab_size, d_NV, 0.0)
-    losses_NM = weights_NM * jnp.stack(losses_NM, -1)
+    losses_NM = jnp.stack(losses_NM, -1)
+    if z_loss:
+        losses_NM = losses_NM + z_loss * lse_N[:, None] ** 2
+    losses_NM = weights_NM * losses_NM
     if ignore_index is not None:
         losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
         d_NV = jnp.where(ignored_NM.all(-1, keepdims=True), 0.0, d_NV)
-    return losses_NM.sum(-1), d_NV
+    return losses_NM.sum(-1), d_NV, lse_N if return_lse else None
 
 
 def _slope(x, softcap):
@@ -367,15 +463,18 @@ def _slope(x, softcap):
 # ----------------------------------------------------------------------------------------- examples
 
 
-def _example(rows, dtype, softcap, target_weights=None):
+def _example(rows, dtype, softcap, target_weights=None, **options):
     targets = jnp.arange(rows, dtype=jnp.int32) * 7 % 50257
     if target_weights is not None:
         targets = jnp.stack([targets, targets // 2, targets // 3], axis=1)
-    options = {"vocab_size": 50257, "softcap": softcap, "target_weights": target_weights}
+    options |= {"vocab_size": 50257, "softcap": softcap, "target_weights": target_weights}
 
     def losses(f):
-        # The gradient of the losses is the second result.
-        return lambda logits_NV, **how: f(logits_NV, targets, **options, **how)[0]
+        def call(logits_NV, **how):
+            losses_N, _, *lse = f(logits_NV, targets, **options, **how)
+            return sum(lse, losses_N)
+
+        return call
 
     arrays = (jax.ShapeDtypeStruct((rows, 50304), dtype),)
     return _dispatch.Example(losses(fused_classifier), losses(reference), arrays)
@@ -397,3 +496,11 @@ def _capped_example(rows, dtype):
 def _several_targets_example(rows, dtype):
     """GPT-2's padded vocabulary with a soft cap and three targets per row."""
     return _example(rows, dtype, SigmoidCap(), (1.0, 0.5, 0.25))
+
+
+@_dispatch.example("fused_classifier")
+def _capped_with_options_example(rows, dtype):
+    """GPT-2's padded vocabulary with a soft cap and every option of the loss."""
+    options = {"label_smoothing": 0.1, "z_loss": 1e-2, "return_lse": True}
+    options["weights_N"] = 1 / (1 + jnp.arange(rows, dtype=jnp.float32))
+    return _example(rows, dtype, SigmoidCap(), (1.0, 0.5, 0.25), **options)

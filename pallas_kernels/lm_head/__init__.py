@@ -7,6 +7,7 @@ or, with M targets per token, loss_n = Σ_m w_m (logsumexp(z_n) − z_n[target_n
 Shapes: N tokens, C channels, V rows of the head (padding included), K tokens of a chunk, M targets
 per token. The softmax covers the first `vocab_size` columns; padded columns get a gradient of
 exactly zero, so padded rows of W never move. A head stored as (C, V) is passed as `w_CV.T`.
+classifier/__init__.py has the equation with label smoothing, z-loss and weights of rows.
 
 Back ends:
     fused: the forward pass computes the logits of one chunk of tokens, overwrites the logits with
@@ -43,7 +44,16 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels.classifier import Loss, SigmoidCap, checked, classify, constant
+from pallas_kernels.classifier import (
+    Loss,
+    SigmoidCap,
+    checked,
+    checked_weights,
+    classify,
+    constant,
+    known,
+    log_sum_exp,
+)
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.gemm.numerics import HEAD, Numerics, NumericsFacts, numerics_of
 from pallas_kernels.gemm.operands import Operand
@@ -89,10 +99,14 @@ def linear_cross_entropy(
     softcap: float | int | SigmoidCap | None = None,
     target_weights: Float[Array, " M"] | Sequence[float | int] | None = None,
     ignore_index: int | None = None,
+    label_smoothing: float | int = 0.0,
+    z_loss: float | int = 0.0,
+    weights_N: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     numerics: str | Numerics | None = None,
     implementation: Implementation | str = "auto",
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, " N"]:
+) -> Float[Array, " N"] | tuple[Float[Array, " N"], Float[Array, " N"]]:
     """Cross-entropy of each token in nats, in fp32 for every dtype of the inputs.
 
     Args:
@@ -104,9 +118,12 @@ def linear_cross_entropy(
         vocab_size: real columns; V when None.
         chunk: largest number of rows of logits that are alive at once; must divide N. None: about
             16,384 rows in "fused", all rows in the other back ends.
-        softcap, target_weights: as in `fused_classifier`.
+        softcap, target_weights, label_smoothing, z_loss, weights_N: as in `fused_classifier`.
         ignore_index: int32; targets with this value do not contribute. A token whose targets are
             all ignored has loss 0 and gradient 0.
+        return_lse: whether to return (losses_N, lse_N), with lse_N as in `fused_classifier`. In
+            "fused" and "xla", the derivative of lse_N computes the logits again; that of `z_loss`
+            does not.
         numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
             the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated, with
             the scales `pallas_kernels.gemm.HEAD`, with "auto" or "fused".
@@ -117,7 +134,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: wrong shapes, dtypes or numerics, N is not a multiple of `chunk`, or the named
             back end cannot run this call.
-        NotImplementedError: differentiation with respect to target_weights.
+        NotImplementedError: differentiation with respect to target_weights or weights_N.
     """
     numerics = numerics_of("linear_cross_entropy", numerics, precision, HEAD)
     arrays = x_NC, w_VC, targets_N
@@ -140,11 +157,14 @@ def linear_cross_entropy(
         )
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
-    loss = Loss(vocab_size, softcap, ignore_index)
+    loss = Loss(vocab_size, softcap, ignore_index, label_smoothing, z_loss, return_lse)
     loss, targets, weights_M = checked("linear_cross_entropy", loss, targets_N, target_weights)
+    weights_N = checked_weights("linear_cross_entropy", targets, weights_N)
     if backend == "reference":
-        return reference(x_NC, w_VC, targets, target_weights=weights_M, **vars(loss))
-    arrays = (x_NC, w_VC, targets, constant("linear_cross_entropy", weights_M))
+        weights = {"target_weights": weights_M, "weights_N": weights_N}
+        return reference(x_NC, w_VC, targets, **weights, **vars(loss))
+    weights_N, weights_M = constant("linear_cross_entropy", (weights_N, weights_M))
+    arrays = (x_NC, w_VC, (targets, weights_N), weights_M)
     if backend == "xla":
         f, chunk = _in_xla, chunk or n
     else:
@@ -152,18 +172,27 @@ def linear_cross_entropy(
         # In fp16, g x may underflow.
         if chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
-    return numerics.call("linear_cross_entropy", f, Options(chunk, numerics, loss), *arrays)
+    options = Options(chunk, numerics, loss)
+    losses_N, lse_N = numerics.call("linear_cross_entropy", f, options, *arrays)
+    if not return_lse:
+        return losses_N
+    if backend == "fused":
+        how = known, options.log_sum_exp, lse_N, x_NC, w_VC
+        lse_N = _calls.differentiable("linear_cross_entropy", *how)
+    return losses_N, lse_N
 
 
 def reference(x_NC, w_VC, targets_N, **options):
-    """Compute the definition in fp32 with true fp32 matmuls. Return fp32 of shape (N,).
+    """Compute the definition in fp32 with true fp32 matmuls. Return losses_N in fp32, and with
+    `return_lse` also lse_N.
 
     Args:
         options: those of the classifier's `reference`.
     """
     x_NC, w_VC = x_NC.astype(jnp.float32), w_VC.astype(jnp.float32)
     logits_NV = jnp.einsum("nc,vc->nv", x_NC, w_VC, precision=jax.lax.Precision.HIGHEST)
-    return classifier_reference(logits_NV, targets_N, **options)[0]
+    losses_N, _, *lse = classifier_reference(logits_NV, targets_N, **options)
+    return (losses_N, *lse) if lse else losses_N
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,30 +203,42 @@ class Options:
     numerics: Numerics
     loss: Loss
 
-    def gradients(self, w: Operand, weights_M, x_KC, targets):
-        """Return losses_K and dx_KC, and the chunk's part of dW_VC in fp32."""
+    def gradients(self, w: Operand, weights_M, x_KC, labels):
+        """Return losses_K, lse_K and dx_KC, and the chunk's part of dW_VC in fp32."""
         numerics, x = self.numerics, self.numerics.input(x_KC, None)
         logits_KV, scale = numerics.matmul(x, w, x_KC.dtype), numerics.gradient_scale
-        losses_K, dlogits_KV = classify(self.loss, logits_KV, targets, weights_M, scale=scale)
+        losses_K, dlogits_KV, lse_K = classify(self.loss, logits_KV, labels, weights_M, scale=scale)
         dlogits = numerics.output_gradient(dlogits_KV)
         dx_KC = numerics.input_gradient(dlogits, w, x_KC.dtype)
-        return (losses_K, dx_KC), self.dw(dlogits, x)
+        return (losses_K, lse_K, dx_KC), self.dw(dlogits, x)
 
     def dw(self, dlogits: Operand, x: Operand):
         """Return dlogitsᵀ x in fp32; in TF32 without copies of operands."""
         return self.numerics.matmul(dlogits.T, x, jnp.float32)
 
-    def classified(self, x_KC, w_VC, targets, weights_M, implementation="auto"):
-        """Return losses_K and dlogits_KV, with logits in x's dtype."""
-        logits_KV = self.numerics.plain.matmul(Operand(x_KC), Operand(w_VC).T, x_KC.dtype)
+    def logits(self, x_KC, w_VC):
+        """Return the logits in x's dtype."""
+        return self.numerics.plain.matmul(Operand(x_KC), Operand(w_VC).T, x_KC.dtype)
+
+    def classified(self, x_KC, w_VC, labels, weights_M, implementation="auto"):
+        """Return losses_K, dlogits_KV and lse_K."""
         how = {"implementation": implementation}
-        return classify(self.loss, logits_KV, targets, weights_M, **how)
+        return classify(self.loss, self.logits(x_KC, w_VC), labels, weights_M, **how)
+
+    def log_sum_exp(self, x_NC, w_VC):
+        """Return lse_N. Its backward pass keeps the logits of one chunk alive."""
+
+        def of_chunk(x_KC):
+            return log_sum_exp(self.loss, self.logits(x_KC, w_VC))
+
+        return self.over_chunks(lambda x_KC: (jax.checkpoint(of_chunk)(x_KC), None), x_NC)[0]
 
     def over_chunks(self, f, x_NC, *others):
         """Return the first results of f for each chunk, concatenated, and the sum of the second."""
         rows, total = [], None
         for start in range(0, len(x_NC), self.chunk):
-            x_KC, *of_chunk = (a[start : start + self.chunk] for a in (x_NC, *others))
+            part = operator.itemgetter(slice(start, start + self.chunk))
+            x_KC, *of_chunk = jax.tree.map(part, (x_NC, *others))
             # Without this dependency, the compiler may compute the logits of all chunks first, and
             # keep all logits alive.
             x_KC, (rows, total) = jax.lax.optimization_barrier((x_KC, (rows, total)))
@@ -214,33 +255,34 @@ def _even(n: int) -> int:
     return n if parts == 1 else -(-n // (parts * 128)) * 128
 
 
-def _in_xla(options, x_NC, w_VC, targets, weights_M):
-    def losses(x_KC, targets):
-        return options.classified(x_KC, w_VC, targets, weights_M, "xla")[0]
+def _in_xla(options, x_NC, w_VC, labels, weights_M):
+    def losses(x_KC, labels):
+        return options.classified(x_KC, w_VC, labels, weights_M, "xla")[::2]
 
-    n = x_NC.shape[0]
-    if n == options.chunk:
-        return losses(x_NC, targets)
-    chunks = [a.reshape(n // options.chunk, options.chunk, *a.shape[1:]) for a in (x_NC, targets)]
-    return jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks).reshape(n)
+    n, k = x_NC.shape[0], options.chunk
+    if n == k:
+        return losses(x_NC, labels)
+    chunks = jax.tree.map(lambda a: a.reshape(n // k, k, *a.shape[1:]), (x_NC, labels))
+    rows = jax.lax.map(jax.checkpoint(lambda args: losses(*args)), chunks)
+    return jax.tree.map(lambda a: a.reshape(n), rows)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(options, x_NC, w_VC, targets, weights_M):
+def _fused(options, x_NC, w_VC, labels, weights_M):
     w_VC = w_VC.astype(x_NC.dtype)
 
-    def losses(x_KC, targets):
-        return options.classified(x_KC, w_VC, targets, weights_M)[0], None
+    def losses(x_KC, labels):
+        return options.classified(x_KC, w_VC, labels, weights_M)[::2], None
 
-    return options.over_chunks(losses, x_NC, targets)[0]
+    return options.over_chunks(losses, x_NC, labels)[0]
 
 
-def _fused_forward(options, x_NC, w_VC, targets, weights_M):
+def _fused_forward(options, x_NC, w_VC, labels, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     head = options.numerics.head(w_VC, x_NC.dtype)
     gradients = functools.partial(options.gradients, head, weights_M)
-    (losses_N, dx_NC), dw_VC = options.over_chunks(gradients, x_NC, targets)
-    return losses_N, (dx_NC, dw_VC, x_NC, w_VC, targets, weights_M)
+    (*results, dx_NC), dw_VC = options.over_chunks(gradients, x_NC, labels)
+    return (*results,), (dx_NC, dw_VC, x_NC, w_VC, labels, weights_M)
 
 
 def _scaled(x_KC, g_K):
@@ -248,8 +290,9 @@ def _scaled(x_KC, g_K):
     return (x_KC.astype(jnp.float32) * g_K[:, None]).astype(x_KC.dtype)
 
 
-def _fused_backward(options, saved, g_N):
-    dx_NC, dw_VC, x_NC, w_VC, targets, weights_M = saved
+def _fused_backward(options, saved, cotangents):
+    dx_NC, dw_VC, x_NC, w_VC, labels, weights_M = saved
+    g_N, _ = cotangents  # `known` differentiates lse
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
     dx_NC = _scaled(dx_NC, g_N)
@@ -260,17 +303,17 @@ def _fused_backward(options, saved, g_N):
     if options.loss.ignore_index is not None:
         # Skip the cotangents of ignored tokens: these cotangents may differ from the others, such
         # as 0 for a masked mean, and do not contribute.
-        counts_N = (targets != options.loss.ignore_index).reshape(len(g_N), -1).any(-1)
+        counts_N = (labels[0] != options.loss.ignore_index).reshape(len(g_N), -1).any(-1)
         first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
         alike |= ((bits_N == first) | ~counts_N).all()
 
     def recompute():
-        def dw(x_KC, targets, g_K):
-            dlogits_KV = options.classified(x_KC, w_VC, targets, weights_M)[1]
+        def dw(x_KC, labels, g_K):
+            dlogits_KV = options.classified(x_KC, w_VC, labels, weights_M)[1]
             g_x, plain = Operand(_scaled(x_KC, g_K)), options.numerics.plain
             return None, plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
 
-        return options.over_chunks(dw, x_NC, targets, g_N)[1]
+        return options.over_chunks(dw, x_NC, labels, g_N)[1]
 
     dw_VC = jax.lax.cond(
         alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), recompute
@@ -282,19 +325,19 @@ _fused.defvjp(_fused_forward, _fused_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _in_one_chunk(options, x_NC, w_VC, targets, weights_M):
-    return _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M)[0]
+def _in_one_chunk(options, x_NC, w_VC, labels, weights_M):
+    return _in_one_chunk_forward(options, x_NC, w_VC, labels, weights_M)[0]
 
 
-def _in_one_chunk_forward(options, x_NC, w_VC, targets, weights_M):
+def _in_one_chunk_forward(options, x_NC, w_VC, labels, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    losses_N, dlogits_NV = options.classified(x_NC, w_VC, targets, weights_M)
-    return losses_N, (dlogits_NV, x_NC, w_VC)
+    losses_N, dlogits_NV, lse_N = options.classified(x_NC, w_VC, labels, weights_M)
+    return (losses_N, lse_N), (dlogits_NV, x_NC, w_VC)
 
 
-def _in_one_chunk_backward(options, saved, g_N):
+def _in_one_chunk_backward(options, saved, cotangents):
     dlogits_NV, x_NC, w_VC = saved
-    g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
+    g_N = _calls.once("linear_cross_entropy", cotangents[0].astype(jnp.float32))
     w, dlogits = options.numerics.head(w_VC, x_NC.dtype), Operand(dlogits_NV)
     dx_NC = _scaled(options.numerics.input_gradient(dlogits, w, x_NC.dtype), g_N)
     dw_VC = options.dw(dlogits, Operand(_scaled(x_NC, g_N)))
