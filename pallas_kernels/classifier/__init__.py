@@ -280,13 +280,15 @@ def log_sum_exp(loss: Loss, logits_NV):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def known(f: Callable, value: Any, *args: Any) -> Any:
-    """Return `value` of f(*args), which a kernel has computed. The backward pass computes f."""
+def known(gradients: Callable, value: Any, *args: Any) -> Any:
+    """Return `value`, which a kernel has computed from `args`. Its cotangents are
+    `gradients(*args, g)`."""
     return value
 
 
 known.defvjp(
-    lambda f, value, *args: (value, args), lambda f, args, g: (None, *jax.vjp(f, *args)[1](g))
+    lambda _, value, *args: (value, args),
+    lambda gradients, args, g: (None, *gradients(*args, g)),
 )
 
 
@@ -340,13 +342,13 @@ def classify(
     options = Options(backend, loss, scale)
     if scale is not None:
         return _run(options, *arrays, weights_M)
-    targets, *weights = labels[0], *constant("fused_classifier", (labels[1], weights_M))
+    weights_N, weights_M = constant("fused_classifier", (labels[1], weights_M))
+    arrays = logits_NV, (labels[0], weights_N), weights_M
     run = functools.partial(_calls.differentiable, "fused_classifier")
-    losses_N, dlogits_NV, lse_N = run(
-        _classify, options, logits_NV, (targets, weights[0]), weights[1]
-    )
+    losses_N, dlogits_NV, lse_N = run(_classify, options, *arrays)
     if loss.return_lse:
-        lse_N = run(known, functools.partial(log_sum_exp, loss), lse_N, logits_NV)
+        lse = functools.partial(log_sum_exp, loss)
+        lse_N = run(known, lambda x_NV, g_N: jax.vjp(lse, x_NV)[1](g_N), lse_N, logits_NV)
     return losses_N, dlogits_NV, lse_N
 
 

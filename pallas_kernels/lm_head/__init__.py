@@ -19,7 +19,8 @@ Back ends:
         logits, chunk by chunk. At compile time, XLA detects that the g_n of a mean are equal, and
         removes that branch. If all tokens are one chunk, in fp32 or bf16, the backward pass runs
         the matmuls of both gradients, with g x in place of x: multiplying dW would be one more
-        pass over dW.
+        pass over dW. If the compiler shards the tokens under `jax.jit`, each device processes its
+        rows in chunks, with all of W, and one all-reduce sums dW.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
@@ -44,6 +45,7 @@ from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
+from pallas_kernels._partition import Rule, sharded
 from pallas_kernels.classifier import (
     Loss,
     SigmoidCap,
@@ -67,12 +69,14 @@ Implementation = Literal["auto", "fused", "xla", "reference"]
 def _order(call: NumericsFacts, partitioned: bool) -> tuple[str, ...]:
     """Return the back ends, fastest first.
 
-    "fused" is first if its classifier is a custom kernel and the compiler does not shard the
-    arrays: chunks of sharded arrays would be moved between devices.
+    "fused" is first if its classifier is a custom kernel, and runs on each device's rows: not if
+    only some axes of the mesh are manual (`_partition.sharded`), where chunks would be moved
+    between devices.
     """
     if call.numerics.quantized:
         return ("fused",)
-    if partitioned or _dispatch.why_not_triton() is not None:
+    partly_manual = partitioned and jax.sharding.get_abstract_mesh().manual_axes
+    if partly_manual or _dispatch.why_not_triton() is not None:
         return ("xla",)
     return ("fused", "xla")
 
@@ -170,14 +174,15 @@ def linear_cross_entropy(
     else:
         f, chunk = _fused, chunk or _even(n)
         # In fp16, g x may underflow.
-        if chunk == n and not numerics.quantized and x_NC.dtype != jnp.float16:
+        one = chunk == n and not _dispatch.partitioned(arrays)
+        if one and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
     options = Options(chunk, numerics, loss)
     losses_N, lse_N = numerics.call("linear_cross_entropy", f, options, *arrays)
     if not return_lse:
         return losses_N
     if backend == "fused":
-        how = known, options.log_sum_exp, lse_N, x_NC, w_VC
+        how = known, functools.partial(_lse_backward, options), lse_N, *arrays
         lse_N = _calls.differentiable("linear_cross_entropy", *how)
     return losses_N, lse_N
 
@@ -212,6 +217,28 @@ class Options:
         dx_KC = numerics.input_gradient(dlogits, w, x_KC.dtype)
         return (losses_K, lse_K, dx_KC), self.dw(dlogits, x)
 
+    def on_shards(self, f, results: str, x_NC, w_VC, labels, weights_M, *rows):
+        """Return f(options, x_NC, w_VC, labels, weights_M, *rows) on each device's rows. A result
+        without rows is the sum over the devices.
+
+        The compiler shards calls under `jax.vmap`, which a rule does not support, and FP8 calls,
+        whose operands are counted outside of f (`gemm.clipping`).
+        """
+        f = functools.partial(f, self)
+        if self.numerics.quantized:
+            return f(x_NC, w_VC, labels, weights_M, *rows)
+        targets = "n m" if labels[0].ndim == 2 else "n"
+        rule = Rule(f"n c, v c, {targets}, n, m{', n' * len(rows)} -> {results}", over="n")
+        on_shards = jax.custom_batching.custom_vmap(sharded(f, rule))
+
+        @on_shards.def_vmap
+        def _batched(size, is_batched, *args):
+            axes = jax.tree.map(lambda mapped: 0 if mapped else None, is_batched)
+            out = jax.vmap(f, tuple(axes))(*args)
+            return out, jax.tree.map(lambda _: True, out)
+
+        return on_shards(x_NC, w_VC, labels, weights_M, *rows)
+
     def dw(self, dlogits: Operand, x: Operand):
         """Return dlogitsᵀ x in fp32; in TF32 without copies of operands."""
         return self.numerics.matmul(dlogits.T, x, jnp.float32)
@@ -224,14 +251,6 @@ class Options:
         """Return losses_K, dlogits_KV and lse_K."""
         how = {"implementation": implementation}
         return classify(self.loss, self.logits(x_KC, w_VC), labels, weights_M, **how)
-
-    def log_sum_exp(self, x_NC, w_VC):
-        """Return lse_N. Its backward pass keeps the logits of one chunk alive."""
-
-        def of_chunk(x_KC):
-            return log_sum_exp(self.loss, self.logits(x_KC, w_VC))
-
-        return self.over_chunks(lambda x_KC: (jax.checkpoint(of_chunk)(x_KC), None), x_NC)[0]
 
     def over_chunks(self, f, x_NC, *others):
         """Return the first results of f for each chunk, concatenated, and the sum of the second."""
@@ -269,6 +288,10 @@ def _in_xla(options, x_NC, w_VC, labels, weights_M):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(options, x_NC, w_VC, labels, weights_M):
+    return options.on_shards(_losses, "n, n", x_NC, w_VC, labels, weights_M)
+
+
+def _losses(options, x_NC, w_VC, labels, weights_M):
     w_VC = w_VC.astype(x_NC.dtype)
 
     def losses(x_KC, labels):
@@ -279,10 +302,16 @@ def _fused(options, x_NC, w_VC, labels, weights_M):
 
 def _fused_forward(options, x_NC, w_VC, labels, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
+    arrays = x_NC, w_VC, labels, weights_M
+    losses_N, lse_N, dx_NC, dw_VC = options.on_shards(_gradients, "n, n, n c, v c", *arrays)
+    return (losses_N, lse_N), (dx_NC, dw_VC, *arrays)
+
+
+def _gradients(options, x_NC, w_VC, labels, weights_M):
     head = options.numerics.head(w_VC, x_NC.dtype)
     gradients = functools.partial(options.gradients, head, weights_M)
-    (*results, dx_NC), dw_VC = options.over_chunks(gradients, x_NC, labels)
-    return (*results,), (dx_NC, dw_VC, x_NC, w_VC, labels, weights_M)
+    rows, dw_VC = options.over_chunks(gradients, x_NC, labels)
+    return *rows, dw_VC
 
 
 def _scaled(x_KC, g_K):
@@ -291,7 +320,8 @@ def _scaled(x_KC, g_K):
 
 
 def _fused_backward(options, saved, cotangents):
-    dx_NC, dw_VC, x_NC, w_VC, labels, weights_M = saved
+    dx_NC, dw_VC, *arrays = saved
+    w_VC, labels = arrays[1:3]
     g_N, _ = cotangents  # `known` differentiates lse
     # `bits_N` below has no derivative.
     g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
@@ -307,21 +337,44 @@ def _fused_backward(options, saved, cotangents):
         first = jnp.where(alike, first, jnp.where(counts_N, bits_N, 0).max())
         alike |= ((bits_N == first) | ~counts_N).all()
 
-    def recompute():
-        def dw(x_KC, labels, g_K):
-            dlogits_KV = options.classified(x_KC, w_VC, labels, weights_M)[1]
-            g_x, plain = Operand(_scaled(x_KC, g_K)), options.numerics.plain
-            return None, plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
-
-        return options.over_chunks(dw, x_NC, labels, g_N)[1]
-
     dw_VC = jax.lax.cond(
-        alike, lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32), recompute
+        alike,
+        lambda: dw_VC * jax.lax.bitcast_convert_type(first, jnp.float32),
+        lambda: options.on_shards(_dw, "v c", *arrays, g_N),
     )
     return dx_NC, dw_VC.astype(w_VC.dtype), None, None
 
 
+def _dw(options, x_NC, w_VC, labels, weights_M, g_N):
+    """Return Σ_n g_n dlogits_n x_nᵀ in fp32."""
+
+    def of_chunk(x_KC, labels, g_K):
+        dlogits_KV = options.classified(x_KC, w_VC, labels, weights_M)[1]
+        g_x, plain = Operand(_scaled(x_KC, g_K)), options.numerics.plain
+        return None, plain.matmul(Operand(dlogits_KV).T, g_x, jnp.float32)
+
+    return options.over_chunks(of_chunk, x_NC, labels, g_N)[1]
+
+
 _fused.defvjp(_fused_forward, _fused_backward)
+
+
+def _lse_backward(options, x_NC, w_VC, *args):
+    dx_NC, dw_VC = options.on_shards(_lse_gradients, "n c, v c", x_NC, w_VC, *args)
+    return dx_NC, dw_VC.astype(w_VC.dtype), None, None
+
+
+def _lse_gradients(options, x_NC, w_VC, labels, weights_M, g_N):
+    """Return the gradients of Σ_n g_n lse_n, that of w in fp32."""
+
+    def of_chunk(x_KC, g_K):
+        def lse(x_KC, w_VC):
+            return log_sum_exp(options.loss, options.logits(x_KC, w_VC))
+
+        dx_KC, dw_VC = jax.vjp(lse, x_KC, w_VC)[1](g_K)
+        return dx_KC, dw_VC.astype(jnp.float32)
+
+    return options.over_chunks(of_chunk, x_NC, g_N)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,0 +1,154 @@
+"""linear_cross_entropy on arrays that are sharded under `jax.jit`: each device computes the logits
+of its rows, and the gradient of the weights is summed once."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from pallas_kernels import linear_cross_entropy, lm_head, select
+from pallas_kernels.gemm.numerics import Plain
+
+N, C, V = 64, 8, 48
+ROWS, WHOLE = PartitionSpec("devices"), PartitionSpec()
+SPECS = ROWS, WHOLE, ROWS, ROWS, ROWS
+OPTIONS = {"label_smoothing": 0.1, "z_loss": 0.02, "softcap": 5.0, "vocab_size": 45}
+kinds = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2,), ("devices",), axis_types=(kind,), devices=jax.devices()[:2])
+
+
+def drawn():
+    """Return x, w, targets, weights of rows, and cotangents."""
+    rng = np.random.default_rng(0)
+    arrays = rng.standard_normal((N, C)), rng.standard_normal((V, C)), rng.integers(45, size=N)
+    arrays = *arrays, rng.uniform(0, 2, N), rng.standard_normal(N)
+    return [np.asarray(a, np.float32 if a.dtype == np.float64 else np.int32) for a in arrays]
+
+
+def objective(f, loss, x, w, targets, weights, g):
+    losses, lse = f(x, w, targets, weights_N=weights, return_lse=True, **OPTIONS)
+    if loss == "weighted":
+        return (losses * g).sum()
+    return losses.mean() + (lse * g).sum() if loss == "lse" else losses.mean()
+
+
+def gradients(f, loss):
+    return jax.value_and_grad(functools.partial(objective, f, loss), (0, 1))
+
+
+def compiled(kind, loss, **how):
+    f = functools.partial(linear_cross_entropy, precision="highest", **how)
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        shardings = [NamedSharding(mesh, spec) for spec in SPECS]
+        arrays = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+            for a, sharding in zip(drawn(), shardings, strict=True)
+        ]
+        out = NamedSharding(mesh, WHOLE), tuple(shardings[:2])
+        run = jax.jit(gradients(f, loss), out_shardings=out).lower(*arrays).compile()
+    return run, [jax.device_put(a, s) for a, s in zip(drawn(), shardings, strict=True)]
+
+
+def collectives(text):
+    """Return the sizes of the collectives; that of another kind than all-reduce is negative."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", text)
+    sizes = []
+    for results, kind in found:
+        for shape in re.findall(r"\w\d*\[([\d,]*)\]", results):
+            size = int(np.prod([int(n) for n in shape.split(",") if n]))
+            sizes.append(size if kind == "all-reduce" else -size)
+    return sorted(sizes)
+
+
+@kinds
+@pytest.mark.parametrize("loss", ["mean", "weighted", "lse"])
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_values_and_collectives(chunk, loss, kind):
+    """Rows are never moved. The gradient of w is summed; if the cotangents may differ, it is also
+    in the branch that computes it again, as is the gradient of lse. Single numbers: the loss, and
+    whether the cotangents differ."""
+    run, arrays = compiled(kind, loss, implementation="fused", chunk=chunk)
+    found = run(*arrays)
+    right = jax.jit(gradients(lm_head.reference, loss))(*drawn())
+    for ours, expected in zip(*map(jax.tree.leaves, (found, right)), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-6)
+    assert found[1][0].sharding.is_equivalent_to(arrays[0].sharding, 2)
+    sizes = collectives(run.as_text())
+    assert [size for size in sizes if size not in (1, V * C)] == []
+    assert sizes.count(V * C) == (3 if loss == "lse" else 2)
+
+
+@kinds
+def test_each_device_launches_on_its_rows(kind, triton_on_cpu):
+    """`auto` selects the kernel."""
+    run, _ = compiled(kind, "mean")
+    launches = " ".join(re.findall(r" = (.*?) custom-call\(.*?xla_ffi_python", run.as_text()))
+    assert f"[{N // 2},{V}]" in launches and f"[{N},{V}]" not in launches
+
+
+def test_a_mean_executes_no_second_matmul():
+    """The branch that computes the gradient again stays in the executable, because it has a
+    collective; its condition is a constant."""
+    text = compiled(AxisType.Auto, "mean", implementation="fused")[0].as_text()
+    (condition,) = re.findall(r" conditional\(%?(\S+?),", text)
+    assert re.search(rf"%?{re.escape(condition)} = \S+ constant\(", text)
+
+
+def test_numpy_arrays_with_in_shardings():
+    """Their types name no mesh."""
+    mesh = mesh_of(AxisType.Auto)
+    shardings = tuple(NamedSharding(mesh, spec) for spec in SPECS)
+    f = functools.partial(linear_cross_entropy, implementation="fused", chunk=16)
+    run = jax.jit(gradients(f, "mean"), in_shardings=shardings).lower(*drawn()).compile()
+    assert [size for size in collectives(run.as_text()) if size not in (1, V * C)] == []
+
+
+def test_a_mesh_with_manual_and_other_axes_selects_xla(triton_on_cpu):
+    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
+    chosen = []
+
+    def inside(x):
+        chosen.append(select("linear_cross_entropy", arrays=x, numerics=Plain()))
+        return x
+
+    with jax.set_mesh(mesh):
+        spec = PartitionSpec("manual")
+        specs = {"in_specs": spec, "out_specs": spec}
+        jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((N, C)))
+        assert select("linear_cross_entropy", arrays=jnp.ones(N), numerics=Plain()) == "fused"
+    assert {*chosen} == {"xla"}
+
+
+@pytest.mark.parametrize("loss", ["weighted", "lse"])
+def test_vmap_and_shard_map_of_chunks(loss):
+    """With several devices: a sharding rule has no `jax.vmap`."""
+    f = functools.partial(
+        linear_cross_entropy, precision="highest", implementation="fused", chunk=16
+    )
+    x, w, targets, weights, g = map(jnp.asarray, drawn())
+    half = lambda a: a.reshape(2, N // 2, *a.shape[1:])
+    right = jax.vmap(gradients(lm_head.reference, loss), (0, None, 0, 0, 0))
+    expected = right(half(x), w, half(targets), half(weights), half(g))
+    found = jax.vmap(gradients(f, loss), (0, None, 0, 0, 0))(
+        half(x), w, half(targets), half(weights), half(g)
+    )
+
+    def on_device(x, w, *rows):
+        value, (dx, dw) = gradients(f, loss)(x, w, *rows)
+        return value[None], (dx[None], dw[None])
+
+    local = jax.shard_map(
+        on_device, mesh=mesh_of(AxisType.Auto), in_specs=SPECS, out_specs=ROWS, check_vma=False
+    )
+    for result in (found, jax.jit(local)(x, w, targets, weights, g)):
+        for ours, theirs in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=2e-6)
