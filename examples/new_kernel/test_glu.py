@@ -112,6 +112,19 @@ def test_triton_is_the_default_where_it_runs(triton_on_cpu):
     assert silu_mul(jnp.zeros((0, 5)), jnp.zeros((0, 5)), implementation="triton").shape == (0, 5)
 
 
+def test_xla_has_second_derivatives():
+    x, direction = arrays((5,), jnp.float32)
+    products = [
+        jax.jvp(
+            jax.grad(lambda x, how=how: silu_mul(x, x, implementation=how).sum()),
+            (x,),
+            (direction,),
+        )
+        for how in ("xla", "reference")
+    ]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), *products)
+
+
 def test_errors():
     x = jnp.zeros((2, 3))
     with pytest.raises(ValueError, match=r"unknown implementation 'fast'; choose one of \['auto'"):

@@ -14,11 +14,11 @@ Back ends:
     xla: plain JAX; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work. Any device.
-triton and xla are differentiable once, in reverse mode.
+triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
+modes.
 """
 
 import dataclasses
-import functools
 from typing import Literal
 
 import jax
@@ -53,8 +53,8 @@ def silu_mul(
 
     Args:
         gate, up: of the same shape and dtype: fp32, bf16 or fp16.
-        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
 
     Raises:
         ValueError: wrong shapes or dtypes, or the named back end cannot run here.
@@ -77,15 +77,17 @@ def reference(gate, up):
     return jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _silu_mul(backend, gate, up):
+def _run(backend, gate, up):
     if backend == "triton":
         return _in_triton("forward", gate, up)[0]
     return reference(gate, up).astype(gate.dtype)
 
 
+_silu_mul = jax.custom_vjp(_run, nondiff_argnums=(0,))
+
+
 def _forward(backend, gate, up):
-    return _silu_mul(backend, gate, up), (gate, up)
+    return _run(backend, gate, up), (gate, up)
 
 
 def _backward(backend, saved, dy):
