@@ -19,8 +19,8 @@ from pallas_kernels._partition import Rule, sharded
 
 REMEDY = (
     "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode "
-    "differentiation (jax.jvp, jax.jacfwd, jax.linearize) or second derivatives pass "
-    "implementation='reference'"
+    "differentiation (jax.jvp, jax.jacfwd, jax.linearize) pass implementation='reference'; for "
+    "second derivatives (jax.jvp or jax.grad of jax.grad) pass 'xla' or 'reference'"
 )
 
 

@@ -719,6 +719,30 @@ def test_forward_mode_of_the_others_says_what_to_do(name, back_end):
         jax.jvp(scalar, floats, floats)
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_xla_has_second_derivatives(name):
+    """`jax.jvp` and `jax.grad` of `jax.grad`, also in lax.scan and jax.checkpoint, against those of
+    the definition, which the tests above check."""
+
+    def second(back_end):
+        scalar, floats = scalar_of(name, back_end)
+        direction = tuple(jnp.asarray(x) for x in drawn(floats, 21))
+        every = tuple(range(len(floats)))
+
+        def twice(*a):
+            body = lambda total, _: (total + jax.checkpoint(scalar)(*a), None)
+            return jax.lax.scan(body, 0.0, length=2)[0]
+
+        def along(*a):
+            return sum(map(jnp.vdot, jax.grad(scalar, every)(*a), direction))
+
+        of_gradient = lambda f: jax.jvp(jax.grad(f, every), tuple(floats), direction)
+        return of_gradient(scalar), of_gradient(twice), jax.grad(along, every)(*floats)
+
+    found, expected = (jax.jit(second, static_argnums=0)(name) for name in ("xla", "reference"))
+    assert_near(found, expected, 1e-4)
+
+
 # ---------------------------------------------------------------------------------------------- GPU
 
 

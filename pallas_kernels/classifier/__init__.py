@@ -29,8 +29,9 @@ Back ends:
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work, through all results. Any device.
-triton and xla are differentiable once, in reverse mode: the losses and lse, and only with respect
-to the logits. The derivative of lse reads the logits again, in plain JAX.
+triton and xla are differentiable in reverse mode: the losses and lse, and only with respect to the
+logits; triton once. The gradient of xla is differentiable in both modes. The derivative of lse
+reads the logits again, in plain JAX.
 """
 
 import dataclasses
@@ -106,7 +107,8 @@ def fused_classifier(
 
     The gradient overwrites the logits' buffer where the buffer is free (an intermediate of a jitted
     function, or a donated argument); elsewhere XLA copies the logits first. The losses are
-    differentiable once. The gradient is differentiable only with implementation "reference".
+    differentiable, twice with implementation "xla" or "reference". The returned gradient is
+    differentiable only with implementation "reference".
 
     Args:
         logits_NV: fp32, bf16 or fp16.

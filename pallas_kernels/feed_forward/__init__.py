@@ -25,7 +25,8 @@ Back ends:
     xla: plain JAX; any device.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
-mosaic, triton and xla are differentiable once, in reverse mode.
+mosaic and triton are differentiable once, in reverse mode. The gradient of xla is differentiable
+in both modes.
 
 Numerics (pallas_kernels/gemm/numerics.py): in FP8, y and du are stored in both layouts, and the
 backward pass reads the derivative of GELU in e4m3, or of relu² the activation.
@@ -85,7 +86,7 @@ def linear_gelu(
             gradients have the dtypes of w and b and are summed in fp32.
         numerics: "fp32", "tf32", "bf16", or None: follows the dtypes and `precision`.
         implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward mode
-            and second derivatives need "reference".
+            needs "reference"; second derivatives need "reference" or "xla".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:

@@ -24,7 +24,8 @@ Back ends, which differ in the operations between the matmuls. XLA computes the 
     xla: plain JAX; any device.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
-triton and xla are differentiable once, in reverse mode.
+triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
+modes.
 """
 
 import functools
@@ -87,8 +88,8 @@ def swiglu(
             have the dtypes of the weights and are summed in fp32.
         numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
             the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
-        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:

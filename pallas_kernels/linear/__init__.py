@@ -68,8 +68,8 @@ def linear(
         precision: precision of fp32 matmuls in "xla" (JAX's default for fp32 on a GPU is TF32).
         numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
             the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
-        implementation: "auto" or "xla": differentiable once, in reverse mode. "reference": fp32
-            with true fp32 matmuls, its gradients by JAX: forward mode and higher derivatives work.
+        implementation: "auto" or "xla": differentiable in reverse mode, the gradient in both modes.
+            "reference": fp32 with true fp32 matmuls, differentiable in both modes.
 
     Raises:
         ValueError: wrong shapes, dtypes or numerics, or the back end cannot run this call.

@@ -25,7 +25,8 @@ Back ends:
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work.
-fused and xla are differentiable once, in reverse mode.
+fused is differentiable once, in reverse mode. The gradient of xla is differentiable in both
+modes.
 
 With numerics="fp8", the three matmuls of "fused" are in FP8 where the call is differentiated. The
 classifier stores dlogits in e5m2, and a separate pass transposes dlogits. A call that is not
@@ -131,8 +132,8 @@ def linear_cross_entropy(
         numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
             the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated, with
             the scales `pallas_kernels.gemm.HEAD`, with "auto" or "fused".
-        implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "fused", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:

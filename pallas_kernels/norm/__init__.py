@@ -32,7 +32,8 @@ Back ends:
     xla: plain JAX that saves the same arrays; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work. Any device.
-triton and xla are differentiable once, in reverse mode.
+triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
+modes.
 """
 
 import dataclasses
@@ -113,8 +114,8 @@ def layer_norm(
         out_dtype: dtype of y; x's when None.
         numerics: "fp8", or a `pallas_kernels.gemm.Numerics`: y is then an `Operand` for a layer
             with the same numerics, not with "reference". None and other names: y is an array.
-        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
 
     Returns:
         y; with `residual` (y, total), where total = x + residual + residual_bias in x's dtype.

@@ -16,7 +16,8 @@ Back ends:
     xla: plain JAX; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work. Any device.
-triton and xla are differentiable once, in reverse mode.
+triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
+modes.
 """
 
 import dataclasses
@@ -51,8 +52,8 @@ def softmax(
         x: fp32, bf16 or fp16.
         scale: a Python number.
         causal: row t covers the columns 0…t; the last two axes are equal.
-        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
 
     Raises:
         ValueError: wrong shape, dtype or scale, or the named back end cannot run here.

@@ -11,7 +11,7 @@ Back ends:
         result is exactly symmetric.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
-mosaic and xla are differentiable once, in reverse mode.
+mosaic is differentiable once, in reverse mode. The gradient of xla is differentiable in both modes.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ def xxt(
 
     Args:
         a: matrices in fp32, bf16 or fp16. The result has the same dtype.
-        implementation: "auto", or a back end: "mosaic", "xla", "reference". Forward mode and second
-            derivatives need "reference".
+        implementation: "auto", or a back end: "mosaic", "xla", "reference". Forward mode needs
+            "reference"; second derivatives need "reference" or "xla".
         precision: precision of fp32 matmuls in the "xla" back end (JAX's default for fp32 on a GPU
             is TF32).
         numerics: "fp32", "tf32", "bf16", or a `pallas_kernels.gemm.Plain`. None: follows the dtype
@@ -220,8 +220,7 @@ class Options:
         return jnp.matmul(x, y, precision=self.precision, preferred_element_type=dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _symmetric(a, bcd, options):
+def _run(a, bcd, options):
     """Return a aᵀ or aᵀ a; with `bcd`, b·a + c·a a, plus d on the diagonal if there is a d."""
     if options.backend == "mosaic":
         kernel = _mosaic_kernel(options.operation)
@@ -243,8 +242,11 @@ def _mosaic_kernel(operation):
     return _calls.batched(operation, kernel, rule=rule)
 
 
+_symmetric = jax.custom_vjp(_run, nondiff_argnums=(2,))
+
+
 def _forward(a, bcd, options):
-    return _symmetric(a, bcd, options), (a, bcd)
+    return _run(a, bcd, options), (a, bcd)
 
 
 def _backward(options, saved, g):
