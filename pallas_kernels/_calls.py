@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels._partition import Rule, sharded
 
@@ -44,6 +45,15 @@ def differentiable(operation: str, f: Callable, *args: Any) -> Any:
         if "forward-mode" not in str(error):
             raise
         raise TypeError(f"{operation}: {REMEDY}") from error
+
+
+def saved(operation: str, arrays: Any) -> Any:
+    """Name results of a forward pass that its backward pass or the next operation reads.
+
+    `jax.checkpoint_policies.save_only_these_names(operation)` saves the results, and the backward
+    pass of `jax.checkpoint` does not compute them again.
+    """
+    return jax.tree.map(lambda x: checkpoint_name(x, operation), arrays)
 
 
 def looped(

@@ -118,7 +118,8 @@ def _projection(x_BTC, converted, w_CO, b_O, heads, numerics):
 
 def _projected_forward(x_BTC, converted, w_CO, b_O, heads, numerics):
     qkv_BT3HD, operands = _projection(x_BTC, converted, w_CO, b_O, heads, numerics)
-    out_BTHD, lse_BHT = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
+    out = flash_attention_qkv(qkv_BT3HD, return_lse=True, implementation="mosaic")
+    qkv_BT3HD, (out_BTHD, lse_BHT) = _calls.saved("flash_attention", (qkv_BT3HD, out))
     return out_BTHD, (operands, like(w_CO), b_O, qkv_BT3HD, out_BTHD, lse_BHT)
 
 

@@ -278,6 +278,11 @@ class Options:
     implementation: str = "auto"
     """Back end of a call that is not differentiated, if its numerics differ."""
 
+    @property
+    def name(self) -> str:
+        """Name of the operation without a second matmul."""
+        return f"linear_{self.activation}"
+
     def stored(self, dtype):
         """Return how kernels store the hidden layer."""
         return self.numerics.hidden_format(self.activation, dtype)
@@ -300,7 +305,7 @@ class Options:
         # Mosaic's tiles must divide the rows of a shard: its launches are those of one device.
         rule = None if self.backend == "mosaic" else Rule(axes, "n* o")
         launch = functools.partial(kernel, **static)
-        return _calls.looped(f"linear_{self.activation}", launch, rule=rule)(*args)
+        return _calls.looped(self.name, launch, rule=rule)(*args)
 
 
 def _linear(kernel, activation, x, w, b, implementation, numerics):
@@ -327,7 +332,7 @@ def _activated(x_NI, w_IO, b_O, options: Options):
 
 def _activated_forward(x_NI, w_IO, b_O, options):
     x, w = options.numerics.activation(x_NI), options.numerics.weight(w_IO)
-    y, saved_NO = hidden(options, x, w, b_O, x_NI.dtype)
+    y, saved_NO = _calls.saved(options.name, hidden(options, x, w, b_O, x_NI.dtype))
     return y.rows, (x, w, like(w_IO), b_O, saved_NO)
 
 
@@ -360,7 +365,7 @@ def _mlp_forward(x_NI, converted, w, b_O, w2_OC, options):
     numerics, dtype = options.numerics, x_NI.dtype
     x, w2 = numerics.input(x_NI, converted), numerics.weight(w2_OC)
     w_operand = numerics.weight(w, options.output_major)
-    y, saved_NO = hidden(options, x, w_operand, b_O, dtype)
+    y, saved_NO = _calls.saved("mlp", hidden(options, x, w_operand, b_O, dtype))
     numerics.count("hidden", y)
     y_NC = numerics.product(y, w2, dtype)
     y = None if options.recomputes(dtype) else y.only("k_major")

@@ -126,7 +126,7 @@ def _forward(x_NI, converted, w_gate_up, w_down_FC, backend, numerics):
     dtype = x_NI.dtype
     x, w = numerics.input(x_NI, converted), numerics.weight(w_gate_up)
     w_down = numerics.weight(w_down_FC)
-    gu_N2F = numerics.product(x, w, dtype)
+    gu_N2F = _calls.saved("swiglu", numerics.product(x, w, dtype))
     h = numerics.count("hidden", hidden(gu_N2F, backend, numerics))
     y_NC = numerics.product(h, w_down, dtype)
     operands = x.only("k_major"), w.only("rows"), w_down.only("rows")

@@ -304,7 +304,8 @@ def _losses(options, x_NC, w_VC, labels, weights_M):
 def _fused_forward(options, x_NC, w_VC, labels, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
     arrays = x_NC, w_VC, labels, weights_M
-    losses_N, lse_N, dx_NC, dw_VC = options.on_shards(_gradients, "n, n, n c, v c", *arrays)
+    results = options.on_shards(_gradients, "n, n, n c, v c", *arrays)
+    losses_N, lse_N, dx_NC, dw_VC = _calls.saved("linear_cross_entropy", results)
     return (losses_N, lse_N), (dx_NC, dw_VC, *arrays)
 
 
@@ -385,7 +386,8 @@ def _in_one_chunk(options, x_NC, w_VC, labels, weights_M):
 
 def _in_one_chunk_forward(options, x_NC, w_VC, labels, weights_M):
     x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
-    losses_N, dlogits_NV, lse_N = options.classified(x_NC, w_VC, labels, weights_M)
+    results = options.classified(x_NC, w_VC, labels, weights_M)
+    losses_N, dlogits_NV, lse_N = _calls.saved("linear_cross_entropy", results)
     return (losses_N, lse_N), (dlogits_NV, x_NC, w_VC)
 
 

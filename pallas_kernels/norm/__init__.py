@@ -234,7 +234,7 @@ def _operand(options, y) -> Operand:
 
 def _norm_forward(options, *primals):
     arrays = jax.custom_derivatives.custom_vjp_primal_tree_values(primals)
-    y, total, stats = run("forward", options, *arrays)
+    y, total, stats = _calls.saved(options.operation, run("forward", options, *arrays))
     factor = options.stored[1]
     if factor is not None:
         y_16, rows = (y.astype(jnp.float32) / factor).astype(options.out_dtype), _rows(y)

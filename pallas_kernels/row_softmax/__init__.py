@@ -101,7 +101,7 @@ def backward(options: Options, y, dy):
 
 
 _softmax = jax.custom_vjp(_forward, nondiff_argnums=(0,))
-_softmax.defvjp(lambda options, x: 2 * (_forward(options, x),), backward)
+_softmax.defvjp(lambda options, x: 2 * (_calls.saved("softmax", _forward(options, x)),), backward)
 
 
 def _in_triton(name, options, *arrays):
