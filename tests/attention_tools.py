@@ -30,6 +30,16 @@ def inputs(shape, dtype, seed=0):
     return (q * jnp.asarray(2, dtype), k, v), (dout, dlse)
 
 
+def set_tiles(monkeypatch, m, n):
+    """Blocks so small that a few rows make several of them."""
+    from pallas_kernels.attention import triton
+
+    tile = {"M": m, "N": n, "num_warps": 4, "num_stages": 2}
+    entry = {"precision": "ieee", **dict.fromkeys(("forward", "dkv", "dq"), tile)}
+    monkeypatch.setattr(triton, "tuning", lambda *_: entry)
+    monkeypatch.setattr(triton, "ROWS_TOGETHER", 100)
+
+
 def segments(shape, number, seed=0):
     """Random segment ids, sorted where the seed is even; as an argument of the calls below."""
     ids = np.random.default_rng(seed).integers(0, number, shape[:2]).astype(np.int32)

@@ -122,18 +122,38 @@ def test_errors():
         ((q, k, v), {"window": 2.5}, window.format(True, 2.5)),
         ((q, k.astype(jnp.float32), v), {}, "one dtype for q, k, v, got bfloat16, float32, bfl"),
         ((q, k[:, :3], v), {}, "expected q of shape"),
-        ((q, k, v[..., :4]), {}, "expected q of shape"),
+        ((q, k, v[:, :, :1]), {}, "expected q of shape"),
+        ((q, k[:, :0], v[:, :0]), {}, "expected q of shape"),
+        (
+            (jnp.zeros((1, 2, 300, 8)),) * 3,
+            {},
+            r"300 heads of 2 tokens. Swap axes 1 and 2 .*swapaxes",
+        ),
         ((q[0], k[0], v[0]), {}, "expected q of shape"),
         ((q, k[:, :, :0], v[:, :, :0]), {}, "expected q of shape"),
         ((q[..., :0], k[..., :0], v[..., :0]), {}, "expected q of shape"),
         ((q[:, :, [0, 1, 1]], k, v), {}, "a multiple of that of key heads"),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 3), jnp.int32)}, ids),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 4))}, ids),
+        ((q, k, v), {"softcap": 0.0}, "a positive softcap, got 0.0"),
+        ((q, k, v), {"sinks_H": jnp.zeros(3)}, r"sinks_H of shape \(2,\), got \(3,\)"),
+        ((q, k, v), {"window": (1, -1)}, "a window of two integers of at least 0 or None"),
+        ((q, k, v), {"bias": jnp.zeros((1, 2, 4, 5))}, r"a bias of shape \(1, 2, 4, 4\)"),
+        ((q, k, v), {"bias": jnp.zeros(2, jnp.float16)}, "a bias in bfloat16 or float32"),
+        ((q[:, 1:], k, v), {"segment_ids": jnp.zeros((1, 3), jnp.int32)}, "a pair of segment_ids"),
+        ((q, k, v), {"key_range": (jnp.zeros((1, 4)),) * 2}, r"key_range of shape \(1, 4\)"),
         ((q, k, v), {"numerics": "fp8"}, "flash_attention: expected numerics as one of .*'fp8'"),
         ((q, k, v), {"numerics": "tf32", "precision": "highest"}, "numerics or precision, got"),
     ]:
         refused(flash_attention, *args, **how, match=message)
     refused(flash_attention_qkv, jnp.zeros((1, 4, 2, 2, 8)), match=packed)
+    for args, how, message in [
+        ((q, k, v, True), {}, "options are passed by name, such as causal=True"),
+        ((q, k, v), {"is_causal": True}, "unknown option is_causal: the option is named causal"),
+        ((q, k, v), {"mask": None}, "unknown option mask: an arbitrary mask is a bias of 0 and −∞"),
+    ]:
+        with pytest.raises(TypeError, match=f"flash_attention: {message}"):
+            flash_attention(*args, **how)
 
 
 def selected(dtype, length, head_dim, implementation="auto", **facts):
@@ -152,6 +172,10 @@ def selected(dtype, length, head_dim, implementation="auto", **facts):
         ((9, 0), "bfloat16", 64, 64, {"segments": True}, "does not support segment ids"),
         ((9, 0), "bfloat16", 64, 64, {"return_lse": True}, "drops the gradient of the log-sum-ex"),
         ((9, 0), "bfloat16", 64, 64, {"deterministic": True}, "in any order, and deterministic="),
+        ((9, 0), "bfloat16", 64, 64, {"keys": 8}, "as many keys as queries, not 8 and 64"),
+        ((9, 0), "bfloat16", 64, 64, {"value_dim": 8}, "values of the head dimension .* not 8"),
+        ((9, 0), "bfloat16", 64, 64, {"bias": True}, "scores without a soft cap and a bias"),
+        ((9, 0), "bfloat16", 64, 64, {"ranges": True}, "documents, not other masks"),
     ],
 )
 def test_cudnn_says_what_it_cannot_take(
@@ -180,7 +204,15 @@ def test_cudnn_says_what_it_cannot_take(
         ((9, 0), "bfloat16", 1024, 64, {"window": 256}, "mosaic"),
         ((8, 0), "bfloat16", 1024, 64, {}, "cudnn"),
         ((8, 0), "bfloat16", 1024, 64, {"deterministic": True}, "triton"),
-        ((8, 0), "float32", 1024, 256, {}, "xla"),
+        ((8, 0), "float32", 1024, 256, {}, "triton"),
+        ((9, 0), "bfloat16", 1024, 256, {}, "triton"),
+        ((9, 0), "bfloat16", 1024, 264, {}, "xla"),
+        *(
+            ((9, 0), "bfloat16", 1024, 128, how, "triton")
+            for how in ({"keys": 2048}, {"value_dim": 64}, {"softcap": True}, {"bias": True})
+        ),
+        ((9, 0), "bfloat16", 1024, 128, {"sinks": True, "return_lse": True}, "mosaic"),
+        ((8, 0), "float32", 1024, 64, {"precision": "highest", "ranges": True}, "triton"),
         ((8, 0), "float32", 1024, 64, {"precision": jax.lax.Precision.HIGHEST}, "xla"),
         ((7, 5), "bfloat16", 1024, 64, {}, "xla"),
     ],

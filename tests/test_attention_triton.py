@@ -16,6 +16,7 @@ from attention_tools import (
     plain_and_exact,
     results,
     segments,
+    set_tiles,
     tf32_matmul,
 )
 from kernel_tools import triton_kernels
@@ -28,16 +29,6 @@ FP32, FP16 = jnp.float32, jnp.float16
 TF32 = {"precision": None, "multiply": tf32_matmul}
 # The worst of a few fp32 roundings is a matter of luck.
 RMS = {"norms": (rms,)}
-
-
-def set_tiles(monkeypatch, m, n):
-    """Blocks so small that a few rows make several of them."""
-    from pallas_kernels.attention import triton
-
-    tile = {"M": m, "N": n, "num_warps": 4, "num_stages": 2}
-    entry = {"precision": "ieee", **dict.fromkeys(("forward", "dkv", "dq"), tile)}
-    monkeypatch.setattr(triton, "tuning", lambda *_: entry)
-    monkeypatch.setattr(triton, "ROWS_TOGETHER", 100)
 
 
 def check_triton(shape, dtype=FP32, **how):
@@ -298,6 +289,7 @@ def test_tiles_of_every_gpu():
             entries = triton._tiles()["10.0" if own else listed][products]
             assert triton.tuning(capability, products, 5) is entries["64"]
             assert triton.tuning(capability, products, 65) is entries["128"]
+            assert triton.tuning(capability, products, 129) is entries["256"]
 
 
 SHARED_KB = {80: 163, 89: 99, 90: 227}

@@ -591,6 +591,8 @@ def test_mosaic_kernels_can_be_traced_with_x64(name):
             if (example := make(2048, jnp.bfloat16)) is None:
                 continue
             call = functools.partial(example.call, implementation="mosaic")
+            if name == "flash_attention" and why_refused(call, example.shapes):
+                continue  # an option of Triton's
             loss = lambda *args, call=call: sum(
                 leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(call(*args))
             )

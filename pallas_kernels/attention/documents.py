@@ -1,13 +1,19 @@
-"""Documents packed into one sequence: the keys that each token sees, and the order of work items.
+"""Keys that each query sees: documents packed into one sequence, and ranges; the order of work
+items.
 
 A document is a run of equal segment ids. Without `causal`, query t sees the keys first_t … last_t:
 all keys of the query's document. With `causal`, query t sees the keys first_t … t: the keys of the
 document up to t, at most `window` of them. Both bounds are non-decreasing in t. Kernels read the
 bounds of a tile from the tile's first and last row, and skip tiles outside the bounds.
 
-Shapes: B batch, T time; P time padded to a multiple of the largest tile.
+Ranges describe every other mask: each query sees the keys of its range, in any order of the bounds,
+and of these, with ids, the keys of its id.
+
+Shapes: B batch, T queries, S keys; P time padded to a multiple of the largest tile; I blocks of
+keys, J blocks of queries.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -54,6 +60,88 @@ def document_bounds(segment_ids_BT, *, window: int | None = None) -> Documents:
         first_BT = jnp.maximum(first_BT, t_1T - (window - 1))
         last_BT = jnp.minimum(last_BT, t_1T + (window - 1))
     return Documents(first_BT, last_BT)
+
+
+class Ranges(NamedTuple):
+    """Keys that each query sees, int32. A query with first > last sees none.
+
+    Attributes:
+        first_BT, last_BT: first key in 0…S, last key in −1…S−1.
+        query_ids_BT, key_ids_BS: None, or the query sees only keys with an equal id.
+    """
+
+    first_BT: jax.Array
+    last_BT: jax.Array
+    query_ids_BT: jax.Array | None = None
+    key_ids_BS: jax.Array | None = None
+
+
+def ranges(batch: int, keys: int, position_T, window, *, documents=None, ids=None, given=None):
+    """Return the intersection of masks.
+
+    Args:
+        position_T: position of each query among the keys.
+        window: (left, right): query t sees the keys position_t − left … position_t + right. None:
+            no limit.
+        documents: `Documents` of equally many queries and keys, or None.
+        ids: ids of queries B·T and of keys B·S, or None.
+        given: first and last keys, B·T, or None.
+    """
+    left, right = window
+    first_1T = 0 * position_T if left is None else position_T - left
+    last_1T = 0 * position_T + keys if right is None else position_T + right
+    bounds = [(first_1T[None], last_1T[None])]
+    bounds += [tuple(documents)] if documents is not None else []
+    bounds += [tuple(given)] if given is not None else []
+    if ids is not None:
+        ids = tuple(x.astype(jnp.int32) for x in ids)
+        bounds.append(jax.vmap(_range_of_id)(*ids))
+    first_BT, last_BT = (
+        functools.reduce(pick, [x.astype(jnp.int32) for x in side])
+        for pick, side in zip((jnp.maximum, jnp.minimum), zip(*bounds, strict=True), strict=True)
+    )
+    shape = (batch, position_T.shape[0])
+    first_BT = jnp.broadcast_to(jnp.clip(first_BT, 0, keys), shape)
+    return Ranges(first_BT, jnp.broadcast_to(jnp.clip(last_BT, -1, keys - 1), shape), *(ids or ()))
+
+
+def _range_of_id(queries_T, keys_S):
+    """Return the first and the last key whose id equals that of each query."""
+    order_S = jnp.argsort(keys_S, stable=True)
+    first_T, stop_T = (
+        jnp.searchsorted(keys_S[order_S], queries_T, side=x) for x in ("left", "right")
+    )
+    size, none_T = keys_S.shape[0], first_T == stop_T
+    first_T = jnp.where(none_T, size, order_S[jnp.minimum(first_T, size - 1)])
+    return first_T, jnp.where(none_T, -1, order_S[stop_T - 1])
+
+
+def query_blocks(bounds: Ranges, keys: int, m: int, n: int) -> jax.Array:
+    """Return for each block of n keys the blocks of m queries that see one of the keys, B·I·4.
+
+    The four numbers are the first query of the blocks, their end, and the first query and the end
+    of adjacent blocks whose queries see all of the keys.
+    """
+    length = bounds.first_BT.shape[1]
+    pad = [(0, 0), (0, -length % m)]
+    first_BJM, last_BJM = (
+        jnp.pad(x, pad, mode="edge").reshape(x.shape[0], 1, -1, m) for x in bounds[:2]
+    )
+    key_1I1 = jnp.arange(0, keys, n, dtype=jnp.int32)[None, :, None]
+    some_BIJ = (first_BJM.min(-1) < key_1I1 + n) & (last_BJM.max(-1) >= key_1I1)
+    # A block of keys that ends out of bounds needs no mask there.
+    end_1I1 = jnp.minimum(key_1I1 + n, keys) - 1
+    all_BIJ = (first_BJM.max(-1) <= key_1I1) & (last_BJM.min(-1) >= end_1I1)
+    blocks = some_BIJ.shape[-1]
+
+    def first(x_BIJ):  # the number of blocks if there is none
+        return jnp.where(x_BIJ.any(-1), x_BIJ.argmax(-1), blocks)
+
+    end_BI = blocks - first(some_BIJ[..., ::-1])
+    full_BI = first(all_BIJ)
+    after_BIJ = ~all_BIJ & (jnp.arange(blocks)[None, None] >= full_BI[..., None])
+    numbers = (first(some_BIJ), end_BI, full_BI, first(after_BIJ))
+    return (jnp.stack(numbers, -1) * m).astype(jnp.int32)
 
 
 def padded(bounds: Documents) -> Documents:

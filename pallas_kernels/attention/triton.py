@@ -1,6 +1,6 @@
 """Flash attention in Triton, for NVIDIA GPUs from Ampere on.
 
-Supports any length, head dimensions up to 128, segment ids, and fp32 as TF32 or true fp32.
+Supports any lengths, head dimensions up to 256, every option, and fp32 as TF32 or true fp32.
 
 Forward: a program processes a block of queries, loops over blocks of keys, and updates the maximum
 and the sum of the softmax for each block of keys. Blocks of keys that no query sees are skipped. A
@@ -18,8 +18,8 @@ instead: each operand is split into TF32 numbers, a = a₁ + a₂. The sum a₁b
 2⁻²² of a term. PyTorch's fp32 attention uses the same split.
 
 Shapes, in addition to the shapes of the package: M queries and N keys of a block; P the head
-dimension padded to 16, 32, 64 or 128; R rows of a block of queries or keys; T′ the length padded to
-a multiple of the block.
+dimension padded to a power of two from 16 to 256, PE that of v; R rows of a block of queries or
+keys; T′ the length padded to a multiple of the block.
 
 triton_tiles.json contains the tiles:
 
@@ -40,7 +40,14 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels import _dispatch, _triton
-from pallas_kernels.attention.triton_kernels import dkv_kernel, dq_kernel, forward_kernel
+from pallas_kernels.attention.documents import Ranges, query_blocks
+from pallas_kernels.attention.triton_kernels import (
+    Mask,
+    Score,
+    dkv_kernel,
+    dq_kernel,
+    forward_kernel,
+)
 from pallas_kernels.attention.triton_passes import delta
 from pallas_kernels.attention.triton_rows import padded
 from pallas_kernels.attention.triton_tf32 import tf32_copies, tf32_copies_of_dout
@@ -52,33 +59,34 @@ ROWS_TOGETHER = 32768
 in the L2 cache. The longest blocks of these heads start first."""
 
 
-def forward(operands, bounds, *, options, tiles=None):
+def forward(operands, bounds, bias=None, *, options, tiles=None):
     """Compute the output and the log-sum-exp.
 
     Args:
-        operands: (q_BTHD, k_BTKD, v_BTKD), or (qkv_BT3HD,).
-        bounds: `Documents`, or None.
+        operands: (q_BTHD, k_BSKD, v_BSKE), or (qkv_BT3HD,).
+        bounds: `Documents`, `Ranges`, or None.
+        bias: of the scores, B·(H or 1)·T·S or (H or 1)·T·S; or ALiBi's slopes, H; or None.
         options: the call's `Options`. Both passes are always deterministic.
         tiles: replaces the entry of triton_tiles.json; only "forward" is needed.
 
     Returns:
-        (out_BTHD in the operands' dtype, lse_BHT in fp32)
+        (out_BTHE in the operands' dtype, lse_BHT in fp32)
     """
     tiles = tiles or tuning(*_tuned_by(operands, options))
-    shape = _shape(operands, bounds, options, tiles)
+    shape = _shape(operands, bounds, options, tiles, bias)
     tile = tiles["forward"]
-    b, t, h, d = shape["BATCH"], shape["T"], shape["H"], shape["D"]
+    b, t, h = shape["BATCH"], shape["T"], shape["H"]
     q, k, v, ends = _inputs(operands, bounds)
     if shape["PRECISION"] == "tf32":
         (_, k, _), (_, _, v) = tf32_copies(
             q, k, v, shape, straight="k", transposed={"v": tile["N"]}
         )
-        shape |= {"KV_ROW": shape["K"] * d, "K_AT": 0}
+        shape |= {"K_ROW": shape["K"] * shape["D"], "K_AT": 0}
     return _triton.call(
         forward_kernel,
-        *(q, k, v, *ends),
+        *(q, k, v, *ends, bias),
         out=[
-            jax.ShapeDtypeStruct((b, t, h, d), operands[0].dtype),
+            jax.ShapeDtypeStruct((b, t, h, shape["E"]), operands[0].dtype),
             jax.ShapeDtypeStruct((b, h, t), jnp.float32),
         ],
         grid=(triton.cdiv(t, tile["M"]) * b * h,),
@@ -94,22 +102,26 @@ def backward(
     dout_BTHD,
     out_BTHD,
     dlse_BHT,
+    bias=None,
     *,
     options,
     tiles=None,
+    bias_gradient=False,
 ):
     """Compute the gradients of the operands, as a tuple of the same structure.
 
     Args:
-        operands, bounds, options: as in `forward`.
+        operands, bounds, bias, options: as in `forward`.
         out_BTHD, lse_BHT: the results of `forward`.
         dout_BTHD: gradient of the output, in its dtype.
         dlse_BHT: gradient of the log-sum-exp, or None.
         tiles: as in `forward`; only "dkv" and "dq" are needed.
+        bias_gradient: also return dS, B·H·T·S, or the gradient of the slopes from each query,
+            B·H·T.
     """
     tiles = tiles or tuning(*_tuned_by(operands, options))
-    shape = _shape(operands, bounds, options, tiles)
-    b, t, h, key_heads, d = (shape[name] for name in ("BATCH", "T", "H", "K", "D"))
+    shape = _shape(operands, bounds, options, tiles, bias)
+    b, t, s, h, key_heads, d, e = (shape[name] for name in ("BATCH", "T", "S", "H", "K", "D", "E"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
     tile = tiles["dkv"]
     q, k, v, ends = _inputs(operands, bounds)
@@ -122,37 +134,45 @@ def backward(
         dout_BTHD, dout_transposed, delta_BHT = tf32_copies_of_dout(
             dout_BTHD, out_BTHD, shape, transposed=tile["M"]
         )
-        shape |= {"Q_ROW": h * d, "KV_ROW": key_heads * d, "K_AT": 0, "V_AT": 0}
+        shape |= {"Q_ROW": h * d, "K_ROW": key_heads * d, "V_ROW": key_heads * e}
+        shape |= {"K_AT": 0, "V_AT": 0}
     else:
         delta_BHT, *_ = delta(out_BTHD, dout_BTHD)
     if dlse_BHT is not None:
         delta_BHT = delta_BHT - dlse_BHT
-    inputs = (q, k, v, *ends, dout_BTHD, lse_BHT, delta_BHT)
-    like_dkv = [jax.ShapeDtypeStruct((b, t, key_heads, d), dtype)] * 2
+    blocks = query_blocks(bounds, s, tile["M"], tile["N"]) if isinstance(bounds, Ranges) else None
+    inputs = (q, k, v, *ends, bias, dout_BTHD, lse_BHT, delta_BHT)
+    like_dkv = [jax.ShapeDtypeStruct((b, s, key_heads, x), dtype) for x in (d, e)]
     if packed:
         # dk is all of dqkv; dq is stored in the first part of dqkv.
         like_dkv = [jax.ShapeDtypeStruct(x, dtype) for x in (operands[0].shape, (1,))]
     dk, dv = _triton.call(
         dkv_kernel,
-        *(*inputs, q_transposed, dout_transposed),
+        *(*inputs, q_transposed, dout_transposed, blocks),
         out=like_dkv,
-        grid=(triton.cdiv(t, tile["N"]) * b * key_heads,),
+        grid=(triton.cdiv(s, tile["N"]) * b * key_heads,),
         PACKED=packed,
         **shape,
         **_launched(tile, t, b * key_heads),
     )
-    inputs = (*inputs, k_transposed, *([dk] if packed else []))
-    (dq,) = _triton.call(
+    dbias = None
+    if bias_gradient and bias.ndim == 1:
+        dbias = jnp.zeros((b, h, t), jnp.float32)
+    elif bias_gradient:
+        dbias = jnp.zeros((b, h, t, s), bias.dtype)
+    inputs = (*inputs, k_transposed, dbias, *([dk] if packed else []))
+    last = len(inputs) - 1  # of dqkv, or of the gradient of the bias
+    *dbias, dq = _triton.call(
         dq_kernel,
         *inputs,
         out=[] if packed else [jax.ShapeDtypeStruct((b, t, h, d), dtype)],
-        in_place=(len(inputs) - 1,) if packed else (),
+        in_place=(last,) if packed or bias_gradient else (),
         grid=(triton.cdiv(t, tiles["dq"]["M"]) * b * h,),
         PACKED=packed,
         **shape,
         **_launched(tiles["dq"], t, b * h),
     )
-    return (dq,) if packed else (dq, dk, dv)
+    return (dq,) if packed else (dq, dk, dv, *dbias)
 
 
 def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
@@ -167,13 +187,12 @@ def _launched(tile: dict[str, int], t: int, heads: int) -> dict[str, int]:
 
 
 def _inputs(operands, bounds):
-    """Return pointers to q, k, v and the two bounds of documents. Without documents, pass q as the
-    bounds."""
+    """Return pointers to q, k, v and to the bounds and ids of `Ranges`. Without bounds, pass q."""
     q, k, v = operands if len(operands) == 3 else operands * 3
-    return q, k, v, (q, q) if bounds is None else bounds
+    return q, k, v, (*((q, q) if bounds is None else bounds), None, None)[:4]
 
 
-def _shape(operands, bounds, options, tiles) -> dict[str, Any]:
+def _shape(operands, bounds, options, tiles, bias=None) -> dict[str, Any]:
     """Return the constants of every kernel.
 
     Sizes are compile-time constants: jax-triton does not tell the compiler that a run-time size is
@@ -181,29 +200,48 @@ def _shape(operands, bounds, options, tiles) -> dict[str, Any]:
     """
     if len(operands) == 1:
         batch, t, _, h, d = operands[0].shape
-        k, at = h, {"Q_ROW": 3 * h * d, "KV_ROW": 3 * h * d, "K_AT": h * d, "V_AT": 2 * h * d}
+        s, k, e = t, h, d
+        rows, at = (3 * h * d,) * 3, (h * d, 2 * h * d)
     else:
         batch, t, h, d = operands[0].shape
-        k = operands[1].shape[2]
-        at = {"Q_ROW": h * d, "KV_ROW": k * d, "K_AT": 0, "V_AT": 0}
+        _, s, k, e = operands[2].shape
+        rows, at = (h * d, k * d, k * e), (0, 0)
+    ranges = isinstance(bounds, Ranges)
+    window = t if options.window is None else options.window
+    kind = "ranges" if ranges else None if bounds is None else "documents"
+    empty = ranges or (bias is not None and bias.ndim > 1)
     return {
         "BATCH": batch,
         "T": t,
+        "S": s,
         "H": h,
         "K": k,
         "D": d,
+        "E": e,
         "P": padded(d),
-        **at,
-        "CAUSAL": options.causal,
-        "WINDOW": t if options.window is None else options.window,
-        "SEGMENTS": bounds is not None,
+        "PE": padded(e),
+        **dict(zip(("Q_ROW", "K_ROW", "V_ROW"), rows, strict=True)),
+        **dict(zip(("K_AT", "V_AT"), at, strict=True)),
+        "MASK": Mask(t, s, options.causal and not ranges, t if ranges else window, kind, empty),
         "SCALE": options.scale,
+        "SCORE": _score(options, bias),
         "PRECISION": "ieee"
         if operands[0].dtype != jnp.float32
         else tiles["precision"]
         if options.true_fp32
         else "tf32",
     }
+
+
+def _score(options, bias) -> Score | None:
+    if options.softcap is None and bias is None:
+        return None
+    if bias is None or bias.ndim == 1:
+        kind, stride_b, stride_h = None if bias is None else "slopes", 0, 1
+    else:
+        *batch, heads, t, s = bias.shape
+        kind, stride_b, stride_h = "scores", len(batch) * heads * t * s, (heads > 1) * t * s
+    return Score(options.softcap, kind, stride_b, stride_h, options.start)
 
 
 # -------------------------------------------------------------------------------------------- tiles
@@ -246,4 +284,4 @@ def _tuned_by(operands, options) -> tuple[tuple[int, int], str, int]:
     q = operands[0]
     matmul = "16" if q.dtype.itemsize == 2 else "fp32" if options.true_fp32 else "tf32"
     # Without a GPU, the caller is a test.
-    return _dispatch.capability() or (9, 0), matmul, q.shape[-1]
+    return _dispatch.capability() or (9, 0), matmul, max(q.shape[-1], operands[-1].shape[-1])

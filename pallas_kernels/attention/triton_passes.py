@@ -33,7 +33,7 @@ def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, s
         The sum of dO, H·D, or None.
     """
     b, t, h, d = out_BTHD.shape
-    m = 128
+    m = 128 if d <= 128 else 32
     blocks = triton.cdiv(max(t, rows, zeros), m)
     delta, zeros_BTHD, sums_PHD = _triton.call(
         delta_kernel,

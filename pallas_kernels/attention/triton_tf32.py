@@ -18,9 +18,6 @@ import triton.language as tl
 
 from pallas_kernels import _triton
 
-# Rows per program.
-ROWS = 64
-
 
 def tf32_copies(q, k, v, shape, *, straight, transposed):
     """Copy q, k and v, rounded to TF32, in one launch.
@@ -36,29 +33,38 @@ def tf32_copies(q, k, v, shape, *, straight, transposed):
         (q, k, v) straight and (q, k, v) transposed; a copy that was not requested is an unused
         array of one number.
     """
-    b, t, d = shape["BATCH"], shape["T"], shape["D"]
+    b, lengths = shape["BATCH"], {"q": shape["T"], "k": shape["S"], "v": shape["S"]}
+    dims = {"q": shape["D"], "k": shape["D"], "v": shape["E"]}
     heads = {
         "q": shape["H"] if "q" in straight or "q" in transposed else 0,
         "k": shape["K"],
         "v": shape["K"],
     }
-    columns = {name: _columns(t, transposed[name]) if name in transposed else 0 for name in heads}
-    blocks = triton.cdiv(max(t, *columns.values()), ROWS)
-    straight_shapes = [(b, t, heads[name], d) if name in straight else (1,) for name in heads]
+    columns = {
+        name: _columns(lengths[name], transposed[name]) if name in transposed else 0
+        for name in heads
+    }
+    rows = _rows(dims.values())
+    blocks = triton.cdiv(max(*lengths.values(), *columns.values()), rows)
+    straight_shapes = [
+        (b, lengths[name], heads[name], dims[name]) if name in straight else (1,) for name in heads
+    ]
     transposed_shapes = [
-        (b, heads[name], d, columns[name]) if name in transposed else (1,) for name in heads
+        (b, heads[name], dims[name], columns[name]) if name in transposed else (1,)
+        for name in heads
     ]
     copies = _triton.call(
         tf32_kernel,
         *(q, k, v),
         out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in straight_shapes + transposed_shapes],
         grid=(blocks * b * sum(heads.values()),),
-        **{name: shape[name] for name in ("T", "K", "D", "P", "Q_ROW", "KV_ROW", "K_AT", "V_AT")},
+        **{name: shape[name] for name in ("T", "S", "K", "D", "E", "P", "PE")},
+        **{name: shape[name] for name in ("Q_ROW", "K_ROW", "V_ROW", "K_AT", "V_AT")},
         H=heads["q"],
         **{f"{name.upper()}_STRAIGHT": name in straight for name in heads},
         **{f"{name.upper()}_COLUMNS": columns[name] for name in heads},
         BLOCKS=blocks,
-        M=ROWS,
+        M=rows,
     )
     return copies[:3], copies[3:]
 
@@ -68,22 +74,31 @@ def tf32_copies_of_dout(dout_BTHD, out_BTHD, shape, *, transposed):
 
     Both copies are rounded to TF32. The sum uses dO before the rounding; its shape is B·H·T.
     """
-    b, t, h, d = dout_BTHD.shape
+    b, t, h, e = dout_BTHD.shape
     columns = _columns(t, transposed)
-    blocks = triton.cdiv(columns, ROWS)
+    rows = _rows([e])
+    blocks = triton.cdiv(columns, rows)
     return _triton.call(
         tf32_dout_kernel,
         *(dout_BTHD, out_BTHD),
         out=[
             jax.ShapeDtypeStruct(s, jnp.float32)
-            for s in ((b, t, h, d), (b, h, d, columns), (b, h, t))
+            for s in ((b, t, h, e), (b, h, e, columns), (b, h, t))
         ],
         grid=(blocks * b * h,),
-        **{name: shape[name] for name in ("T", "H", "D", "P")},
+        T=t,
+        H=h,
+        D=e,
+        P=shape["PE"],
         COLUMNS=columns,
         BLOCKS=blocks,
-        M=ROWS,
+        M=rows,
     )
+
+
+def _rows(dims) -> int:
+    """Return the rows of a program, so few that a wide head does not spill registers."""
+    return 64 if max(dims) <= 128 else 16
 
 
 def _columns(t, rows):
@@ -143,8 +158,10 @@ def tf32_kernel(
     q_ptr, k_ptr, v_ptr,
     q_straight_ptr, k_straight_ptr, v_straight_ptr,
     q_transposed_ptr, k_transposed_ptr, v_transposed_ptr,
-    T: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
-    Q_ROW: tl.constexpr, KV_ROW: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    T: tl.constexpr, S: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, P: tl.constexpr, PE: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, K_AT: tl.constexpr,
+    V_AT: tl.constexpr,
     Q_STRAIGHT: tl.constexpr, K_STRAIGHT: tl.constexpr, V_STRAIGHT: tl.constexpr,
     Q_COLUMNS: tl.constexpr, K_COLUMNS: tl.constexpr, V_COLUMNS: tl.constexpr,
     BLOCKS: tl.constexpr, M: tl.constexpr,
@@ -157,15 +174,15 @@ def tf32_kernel(
             x_MP, q_straight_ptr, q_transposed_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M
         )
     elif h < H + K:
-        x_MP = load_head(k_ptr + K_AT, b, t0, h - H, KV_ROW, T, D, P, M)
+        k_MP = load_head(k_ptr + K_AT, b, t0, h - H, K_ROW, S, D, P, M)
         store_copies(
-            x_MP,
+            k_MP,
             k_straight_ptr,
             k_transposed_ptr,
             b,
             t0,
             h - H,
-            T,
+            S,
             K,
             D,
             P,
@@ -174,18 +191,18 @@ def tf32_kernel(
             M,
         )
     else:
-        x_MP = load_head(v_ptr + V_AT, b, t0, h - H - K, KV_ROW, T, D, P, M)
+        v_MP = load_head(v_ptr + V_AT, b, t0, h - H - K, V_ROW, S, E, PE, M)
         store_copies(
-            x_MP,
+            v_MP,
             v_straight_ptr,
             v_transposed_ptr,
             b,
             t0,
             h - H - K,
-            T,
+            S,
             K,
-            D,
-            P,
+            E,
+            PE,
             V_STRAIGHT,
             V_COLUMNS,
             M,

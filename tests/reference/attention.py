@@ -23,3 +23,25 @@ def textbook(q, k, v, *, causal=True, scale=None, window=None):
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
+
+
+def textbook_of_options(q, k, v, seen_BTS, *, scale=None, softcap=None, bias=None, sinks=None):
+    """O and L of any mask, in the inputs' own dtype; the softmax alone is fp32.
+
+    Args:
+        bias: (B, H, T, S), axes of batch and heads may be 1.
+        sinks: a logit of each head.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = (jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")).astype(jnp.float32) * scale
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias.astype(jnp.float32)
+    weights = jnp.where(seen_BTS[:, None], jnp.exp(scores), 0)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sinks.astype(jnp.float32))[None, :, None, None]
+    none = total == 0
+    weights = (weights / jnp.where(none, 1, total)).astype(q.dtype)
+    lse = jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1, total)))[..., 0]
+    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), lse

@@ -1,0 +1,240 @@
+"""The options of pallas_kernels.flash_attention by the 2× rule, in plain JAX and in Triton: unequal
+lengths and head dimensions, soft caps, sinks, biases, and masks.
+
+Shapes are (B, T, S, H, K, D, E).
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from attention_tools import set_tiles
+from kernel_tools import triton_kernels
+from reference.attention import textbook_of_options
+from reference.torch_gpt2 import max_abs, rms
+from rule_tools import check
+
+from pallas_kernels import flash_attention, flash_attention_qkv
+
+FP32, FP16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
+ARRAYS = ("sinks_H", "bias")
+
+
+def seen(shape, *, causal=True, window=None, segment_ids=None, key_range=None, query_start=None):
+    """B·T·S: whether query t sees key s, from the definition."""
+    b, t, s = shape[:3]
+    start = s - t if query_start is None else query_start
+    position, key = np.arange(t)[:, None] + start, np.arange(s)[None]
+    left, right = window if isinstance(window, tuple) else ((window or s + t + 99) - 1, None)
+    mask = np.broadcast_to((key <= position) | (not causal), (b, t, s)).copy()
+    if window is not None:
+        mask &= (left is None) | (key >= position - (left or 0))
+        mask &= (right is None) | (key <= position + (right or 0))
+    if isinstance(segment_ids, tuple):
+        mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None]
+    elif segment_ids is not None:
+        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)
+        mask &= run[:, :, None] == run[:, None]
+    if key_range is not None:
+        mask &= (key_range[0][:, :, None] <= key) & (key <= key_range[1][:, :, None])
+    return mask
+
+
+def arguments(shape, dtype, options, seed=0):
+    """The floating-point arrays of a call, and a function of them for each of ours and theirs.
+
+    Of the options, "sinks_H" is True, and "bias" is the shape of the bias or "slopes".
+    """
+    b, t, s, h, k, d, e = shape
+    rng = np.random.default_rng(seed)
+    draw = lambda *sizes: jnp.asarray(rng.standard_normal(sizes), dtype)
+    args = [draw(b, t, h, d) * jnp.asarray(2, dtype), draw(b, s, k, d), draw(b, s, k, e)]
+    options, slopes = dict(options), options.get("bias") == "slopes"
+    start = s - t if options.get("query_start") is None else options["query_start"]
+    names = [name for name in ARRAYS if options.pop(name, None)]
+    if "sinks_H" in names:
+        args.append(draw(h))
+    if slopes:
+        args.append(jnp.abs(draw(h)) * jnp.asarray(0.1, dtype))
+    elif "bias" in names:
+        args.append(draw(*shape_of_bias(shape, options.pop("one", ()))))
+    mask = {name: x for name, x in options.items() if name not in ("scale", "softcap")}
+    theirs = {name: x for name, x in options.items() if name in ("scale", "softcap")}
+    numbers = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, options)
+    distance = np.asarray(np.arange(s) - np.arange(t)[:, None] - start, np.float32)
+
+    def finite(out, lse):
+        return out, jnp.where(lse == -jnp.inf, 0, lse)
+
+    def ours(back_end, *args, **how):
+        arrays = dict(zip(names, args[3:], strict=True))
+        how = {"implementation": back_end, "precision": "highest", "return_lse": True} | how
+        return finite(*flash_attention(*args[:3], **arrays, **numbers, **how))
+
+    def textbook(*args):
+        arrays = dict(zip(names, args[3:], strict=True))
+        bias = arrays.get("bias")
+        if slopes:
+            bias = (
+                bias.astype(jnp.float32)[None, :, None, None]
+                * jnp.asarray(distance, jnp.float32)[None, None]
+            )
+        extra = {"bias": bias, "sinks": arrays.get("sinks_H")}
+        visible = jnp.asarray(seen(shape, **mask))
+        return finite(*textbook_of_options(*args[:3], visible, **extra, **theirs))
+
+    return tuple(args), ours, textbook
+
+
+def shape_of_bias(shape, one):
+    b, t, s, h = shape[:4]
+    return tuple(1 if axis in one else size for axis, size in enumerate((b, h, t, s)))
+
+
+def check_options(back_end, shape, dtype, **options):
+    args, ours, textbook = arguments(shape, dtype, options)
+    norms = (rms,) if dtype == FP32 else (rms, max_abs)
+    return check(functools.partial(ours, back_end), textbook, textbook, args, norms=norms)
+
+
+RNG = np.random.default_rng(0)
+IDS = tuple(RNG.integers(0, 4, (2, n)).astype(np.int32) for n in (37, 53))
+SORTED = tuple(np.sort(x, axis=1) for x in IDS)
+RANGE = tuple(
+    RNG.integers(low, high, (2, 37)).astype(np.int32) for low, high in ((-3, 50), (3, 60))
+)
+PREFIX = (
+    np.zeros((2, 37), np.int32),
+    np.maximum(np.arange(37)[None], [[9], [21]]).astype(np.int32),
+)
+DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 37)).astype(np.int32), axis=1)
+LONG, WIDE, SQUARE = (2, 37, 53, 2, 1, 8, 8), (1, 53, 37, 1, 1, 5, 20), (2, 37, 37, 4, 2, 8, 8)
+CASES = [
+    (LONG, {}),  # the last query sees the last key
+    (WIDE, {}),  # the first 16 queries see no key; E ≠ D
+    ((1, 1, 70, 2, 2, 8, 8), {}),  # one query
+    (LONG, {"query_start": 0}),
+    (LONG, {"query_start": 7, "window": 12}),
+    (LONG, {"query_start": -60}),  # no query sees a key
+    (WIDE, {"causal": False}),
+    ((1, 33, 33, 2, 2, 20, 5), {}),
+    (SQUARE, {"softcap": 1.5}),
+    (LONG, {"softcap": 50.0, "scale": -0.7, "causal": False}),
+    (SQUARE, {"causal": False, "window": (5, 9)}),
+    (SQUARE, {"window": (3, 9)}),  # causal: none to the right
+    (LONG, {"causal": False, "window": (None, 3)}),
+    (LONG, {"causal": False, "window": (20, None), "query_start": 3}),
+    (SQUARE, {"sinks_H": True, "window": 7}),
+    (WIDE, {"sinks_H": True}),
+    *((LONG, {"bias": True, "one": one}) for one in ((), (0,), (1,), (0, 1))),
+    ((2, 37, 37, 8, 2, 8, 8), {"bias": "slopes"}),
+    (LONG, {"bias": "slopes", "query_start": 5, "causal": False}),
+    (LONG, {"segment_ids": IDS, "causal": False}),
+    (LONG, {"segment_ids": SORTED}),
+    (LONG, {"key_range": RANGE, "causal": False}),
+    (SQUARE, {"key_range": PREFIX, "causal": False}),
+    (SQUARE, {"segment_ids": DOCUMENTS, "causal": False, "window": (4, 6)}),
+    (SQUARE, {"segment_ids": DOCUMENTS, "window": 10, "softcap": 2.0, "sinks_H": True}),
+    (
+        LONG,
+        {"segment_ids": IDS, "key_range": RANGE, "window": (30, None), "query_start": 10}
+        | {"softcap": 3.0, "bias": True, "one": (0,), "sinks_H": True},
+    ),
+]
+
+
+def name(case):
+    shape, options = case
+    arrays = {"segment_ids", "key_range"}
+    how = " ".join(f"{n}={x}" if n not in arrays else n for n, x in options.items())
+    return f"{'-'.join(map(str, shape))} {how}"
+
+
+@pytest.mark.parametrize("shape, options", CASES, ids=map(name, CASES))
+def test_output_and_gradients(shape, options, backend, monkeypatch):
+    if backend == "triton":  # tall tiles, or wide ones
+        set_tiles(monkeypatch, *((16, 32) if len(options) % 2 else (32, 16)))
+    check_options(backend, shape, FP32, **options)
+
+
+def test_packed_has_caps_and_sinks(backend):
+    (q, k, v, sinks), *_ = arguments((2, 20, 20, 2, 2, 8, 8), FP32, {"sinks_H": True})
+    how = {"softcap": 1.5, "sinks_H": sinks, "implementation": backend, "precision": "highest"}
+    np.testing.assert_array_equal(
+        flash_attention_qkv(jnp.stack([q, k, v], 2), **how), flash_attention(q, k, v, **how)
+    )
+
+
+def test_queries_that_see_no_key(backend):
+    """O = 0, L = −∞ and gradients of 0, also where the cotangents are not."""
+    (q, k, v), *_ = arguments((1, 37, 20, 1, 1, 8, 8), FP32, {})
+    for how in ({}, {"bias": jnp.where(jnp.arange(37) < 17, -jnp.inf, 0)[None, None, :, None]}):
+        if how:
+            how = {"bias": jnp.broadcast_to(how["bias"], (1, 1, 37, 20)), "causal": False}
+        f = functools.partial(flash_attention, return_lse=True, implementation=backend, **how)
+        (out, lse), pull = jax.vjp(f, q, k, v)
+        assert (out[:, :17] == 0).all() and (lse[..., :17] == -jnp.inf).all()
+        assert jnp.isfinite(lse[..., 17:]).all()
+        dq, dk, dv = pull((jnp.ones_like(out), jnp.ones_like(lse)))
+        assert (dq[:, :17] == 0).all() and all(jnp.isfinite(x).all() for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, 0, 0, None)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_vmap_of_a_bias(batch, mapped, triton_on_cpu):
+    shape = (2, 9, 11, 2, 2, 8, 8)
+    (q, k, v, bias), *_ = arguments(shape, FP32, {"bias": True, "one": () if batch == 2 else (0,)})
+    both = [jnp.stack([x, x[::-1]]) for x in (q, k, v)] + [jnp.stack([bias, 2 * bias])]
+    args = [x if axis == 0 else x[0] for x, axis in zip(both, mapped, strict=True)]
+
+    def f(back_end, q, k, v, bias):
+        how = {"causal": False, "implementation": back_end, "precision": "highest"}
+        loss = lambda *args: (flash_attention(*args[:3], bias=args[3], **how) ** 2).sum()
+        return jax.grad(loss, (0, 1, 2, 3))(q, k, v, bias)
+
+    found, true = (
+        jax.vmap(functools.partial(f, back_end), mapped)(*args) for back_end in ("triton", "xla")
+    )
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, true)
+
+
+def test_blocks_outside_ranges_are_not_read(triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
+    (q, k, v), *_ = arguments((1, 32, 96, 1, 1, 8, 8), FP32, {})
+    far = jnp.asarray(np.arange(96) < 32)[None, :, None, None]
+    f = lambda q, k, v: flash_attention(q, k, v, window=20, implementation="triton")
+    clean, pull = jax.vjp(f, q, k, v)
+    found, pull_found = jax.vjp(f, q, *(jnp.where(far, jnp.nan, x) for x in (k, v)))
+    np.testing.assert_array_equal(found, clean)
+    np.testing.assert_array_equal(pull_found(clean)[0], pull(clean)[0])
+
+
+@pytest.mark.parametrize("dim, capability", [(256, 80), (256, 86), (256, 90), (192, 90)])
+def test_wide_heads_fit_shared_memory(dim, capability):
+    x = jax.ShapeDtypeStruct((2, 512, 2, dim), BF16)
+    v = jax.ShapeDtypeStruct((2, 512, 2, 128 if dim == 192 else dim), BF16)
+    f = lambda *qkv: flash_attention(*qkv, implementation="triton").astype(FP32).sum()
+    for kernel in triton_kernels(jax.grad(f, (0, 1, 2)), x, x, v, capability=capability):
+        assert kernel.shared_bytes <= {80: 163, 86: 99, 90: 227}[capability] * 1024, kernel.name
+        assert kernel.spill_bytes == 0 and not kernel.serialized, kernel
+
+
+# ---------------------------------------------------------------------------------------------- GPU
+
+GPU_CASES = [
+    ((1, 300, 300, 2, 2, 256, 256), {}),
+    ((1, 257, 257, 2, 1, 192, 128), {"softcap": 2.0}),
+    ((1, 300, 300, 2, 1, 64, 64), {"softcap": 2.0, "window": (90, 40), "causal": False}),
+    ((1, 200, 700, 2, 2, 128, 128), {"sinks_H": True}),
+    ((1, 200, 333, 4, 2, 64, 64), {"bias": True, "one": (0,), "query_start": 90}),
+    ((1, 300, 300, 4, 2, 64, 64), {"bias": "slopes"}),
+    ((2, 37, 53, 2, 1, 64, 64), {"segment_ids": IDS, "key_range": RANGE, "causal": False}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, options", GPU_CASES, ids=map(name, GPU_CASES))
+def test_on_the_gpu(shape, options):
+    check_options("triton", shape, BF16, **options)
