@@ -9,6 +9,7 @@ fastest back end that supports the device, dtype and shape; a named back end run
 from pallas_kernels._dispatch import select
 from pallas_kernels.attention import flash_attention, flash_attention_qkv
 from pallas_kernels.attention.projected import projected_attention
+from pallas_kernels.attention.ring import ring_attention
 from pallas_kernels.cached_attention import cached_attention
 from pallas_kernels.classifier import SigmoidCap, fused_classifier
 from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step
@@ -43,6 +44,7 @@ __all__ = [
     "mlp",
     "projected_attention",
     "quantize",
+    "ring_attention",
     "rms_norm",
     "rotary_qkv",
     "sample_token",

@@ -38,7 +38,7 @@ def differentiable(operation: str, f: Callable, *args: Any) -> Any:
         TypeError: forward-mode differentiation; the message names `operation`.
     """
     try:
-        return f(*_vary_alike(args, args))
+        return f(*vary_alike(args, args))
     except TypeError as error:
         # Outside jit, JAX raises here. Under jit, JAX raises at the end of the trace, without the
         # name of the operation.
@@ -154,7 +154,7 @@ def _launch(operation, f, overwrites):
                 "jax.shard_map (gradients of replicated arrays are then not summed: use "
                 "jax.lax.psum), or implementation='xla'"
             )
-        return _vary_alike(args, f(*once(operation, args)))
+        return vary_alike(args, f(*once(operation, args)))
 
     return launched
 
@@ -181,7 +181,7 @@ def varying(tree: Any) -> frozenset[str]:
     return frozenset().union(*(_varying(x) for x in jax.tree.leaves(tree)))
 
 
-def _vary_alike(like, tree):
+def vary_alike(like, tree):
     """Cast the arrays of `tree` to vary over all mesh axes over which the arrays of `like` vary."""
     axes = varying(like)
 
