@@ -86,6 +86,15 @@ CASES = {
     "documents": Case(
         lambda *qkv: attention(*qkv, segment_ids=jnp.zeros((B, T), jnp.int32)), [(QKV, FIRST)] * 3
     ),
+    "bias and more keys": Case(
+        lambda q, k, v, bias: attention(q, k, v, bias=bias),
+        [(QKV, FIRST), *[((B, 2 * T, H, D), FIRST)] * 2, ((1, H, T, 2 * T), WHOLE)],
+        (H * T * 2 * T,),
+    ),
+    "bias over heads": Case(
+        lambda q, k, v, bias: attention(q, k, v, bias=bias, softcap=2.0),
+        [*[(QKV, HEADS)] * 3, ((B, H, T, T), SECOND)],
+    ),
     "packed attention over heads": Case(
         on_triton(pk.flash_attention_qkv), [((B, T, 3, H, D), P(None, None, None, "devices"))]
     ),
