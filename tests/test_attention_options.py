@@ -115,6 +115,7 @@ CASES = [
     (LONG, {}),  # the last query sees the last key
     (WIDE, {}),  # the first 16 queries see no key; E ≠ D
     ((1, 1, 70, 2, 2, 8, 8), {}),  # one query
+    ((1, 37, 54, 1, 1, 8, 8), {}),  # query 31, the last of a tile, sees one key of a tile
     (LONG, {"query_start": 0}),
     (LONG, {"query_start": 7, "window": 12}),
     (LONG, {"query_start": -60}),  # no query sees a key
