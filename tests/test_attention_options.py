@@ -160,6 +160,25 @@ def test_output_and_gradients(shape, options, backend, monkeypatch):
     check_options(backend, shape, FP32, **options)
 
 
+@pytest.mark.parametrize("options", [{"softcap": 3.0, "window": 9}, {"bias": True, "one": (0,)}])
+def test_fp16(options, triton_on_cpu, monkeypatch):
+    set_tiles(monkeypatch, 16, 16)
+    check_options("triton", (1, 19, 35, 2, 1, 20, 40), FP16, **options)
+
+
+def test_tf32_of_unequal_shapes(triton_on_cpu, monkeypatch):
+    """Copies rounded to TF32 have the lengths and head dimensions of their arrays."""
+    set_tiles(monkeypatch, 16, 32)
+    args, ours, _ = arguments((2, 19, 43, 2, 1, 20, 5), FP32, {"softcap": 3.0, "sinks_H": True})
+
+    def run(precision):
+        out, pull = jax.vjp(functools.partial(ours, "triton", precision=precision), *args)
+        return out, pull(out)
+
+    for x, true in zip(*map(jax.tree.leaves, (run(None), run("highest"))), strict=True):
+        assert rms(x - true) < 2.0**-9 * rms(true)
+
+
 def test_packed_has_caps_and_sinks(backend):
     (q, k, v, sinks), *_ = arguments((2, 20, 20, 2, 2, 8, 8), FP32, {"sinks_H": True})
     how = {"softcap": 1.5, "sinks_H": sinks, "implementation": backend, "precision": "highest"}
