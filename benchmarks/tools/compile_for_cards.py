@@ -175,18 +175,21 @@ def _kernel_tools():
 
 def table(rows: Sequence[dict]) -> str:
     """Return the Markdown table of docs/cards.md: the most shared memory of an operation's kernels
-    on each GPU, in KB."""
+    on each GPU, in KB. Operations with equal cells share a row; up to 16 KB are left out."""
     heads = [f"{card.names} (sm_{capability})" for capability, card in CARDS.items()]
     lines = [
         f"| operation | dtypes | {' | '.join(heads)} |",
         f"| --- | --- | {' | '.join('---' for _ in heads)} |",
         f"| *limit* | | {' | '.join(f'*{card.shared_kb}*' for card in CARDS.values())} |",
     ]
+    names: dict[tuple[str, ...], list[str]] = {}
     for operation in dict.fromkeys(row["operation"] for row in rows):
         own = [row for row in rows if row["operation"] == operation]
-        dtypes = ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in own))
-        cells = [_cell([row for row in own if row["capability"] == c]) for c in CARDS]
-        lines.append(f"| `{operation}` | {dtypes} | {' | '.join(cells)} |")
+        if any(row["error"] or row["shared_kb"] > 16 for row in own):
+            dtypes = ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in own))
+            cells = [_cell([row for row in own if row["capability"] == c]) for c in CARDS]
+            names.setdefault((dtypes, *cells), []).append(f"`{operation}`")
+    lines += [f"| {', '.join(same)} | {' | '.join(cells)} |" for cells, same in names.items()]
     return "\n".join(lines)
 
 
