@@ -11,12 +11,14 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from reference.torch_gpt2 import rms
 
 import pallas_kernels as pk
 from pallas_kernels._partition import Rule, sharded
@@ -180,8 +182,7 @@ def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
         ]
 
         def gradients(*arrays):
-            out, pull_back = jax.vjp(case.f, *arrays)
-            return pull_back(out)
+            return with_gradients(case.f)(*arrays)[1]
 
         compiled = jax.jit(gradients, out_shardings=tuple(shardings)).lower(*arrays).compile()
     sizes = launches_and_collectives(compiled.as_text(), case)
@@ -195,6 +196,49 @@ def test_on_eight_devices():
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, *cases]
     done = subprocess.run(command, env=os.environ | {"TEST_DEVICES": "8"}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()[-2000:]
+
+
+def with_gradients(f):
+    """Result of f, and its gradients in the direction of the result."""
+
+    def call(*arrays):
+        out, pull_back = jax.vjp(f, *arrays)
+        return out, pull_back(out)
+
+    return call
+
+
+MOSAIC = {"implementation": "mosaic"}
+ON_MOSAIC = {
+    "attention": Case(partial(pk.flash_attention, **MOSAIC), [((B, 256, 4, 64), HEADS)] * 3),
+    "grouped attention": Case(
+        partial(pk.flash_attention, **MOSAIC),
+        [((B, 256, 4, 64), FIRST), *[((B, 256, 2, 64), FIRST)] * 2],
+    ),
+    "xxt": Case(partial(pk.xxt, **MOSAIC), [((4, 256, 512), FIRST)]),
+}
+ON_GPUS = [
+    *((name, case, jnp.float32) for name, case in CASES.items()),
+    *((f"{name} on mosaic", case, jnp.bfloat16) for name, case in ON_MOSAIC.items()),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(jax.device_count() < 2, reason="needs two NVIDIA GPUs")
+@pytest.mark.parametrize("name, case, dtype", ON_GPUS, ids=[name for name, *_ in ON_GPUS])
+def test_two_gpus_compute_what_one_computes(name, case, dtype):
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal(shape), dtype) for shape, _ in case.arrays]
+    expected = jax.jit(with_gradients(case.f))(*arrays)
+    mesh = mesh_of(AxisType.Auto)
+    with jax.set_mesh(mesh):
+        shardings = [NamedSharding(mesh, spec) for _, spec in case.arrays]
+        split = jax.tree.map(jax.device_put, arrays, shardings)
+        found = jax.jit(with_gradients(case.f))(*split)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        a, b = (np.asarray(x, np.float64) for x in (a, b))
+        assert np.isfinite(b).all()
+        assert rms(a - b) <= 2e-2 * rms(b), name
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -242,8 +286,7 @@ def test_a_mesh_with_manual_and_other_axes(name, triton_on_cpu):
         ]
 
         def gradients(*arrays):
-            out, pull_back = jax.vjp(case.f, *arrays)
-            return pull_back(out)
+            return with_gradients(case.f)(*arrays)[1]
 
         specs = {"in_specs": P(), "out_specs": P(), "axis_names": {"manual"}, "check_vma": False}
         compiled = jax.jit(jax.shard_map(gradients, **specs)).lower(*arrays).compile()

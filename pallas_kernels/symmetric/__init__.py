@@ -163,7 +163,7 @@ def _is_faster(operation: str, shape: tuple[int, ...]) -> bool:
 for _operation in ("xxt", "xtx", "ba_plus_caa"):
     _dispatch.register(
         _operation,
-        back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True), XLA, REFERENCE],
+        back_ends=[BackEnd("mosaic", _why_not_mosaic, custom=True, rule=True), XLA, REFERENCE],
         facts=Facts,
         order=functools.partial(_order, _operation),
     )

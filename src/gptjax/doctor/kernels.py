@@ -62,7 +62,10 @@ def relative_error(example: extend.Example, back_end: str) -> float:
     """Return the largest relative error of the results and gradients of an example."""
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
-    exact = [array.astype(jnp.float32) for array in arrays]
+    integers = [jnp.issubdtype(array.dtype, jnp.integer) for array in arrays]
+    exact = [
+        x if whole else x.astype(jnp.float32) for x, whole in zip(arrays, integers, strict=True)
+    ]
     call = functools.partial(example.call, implementation=back_end)
     found = _with_gradients(call, arrays, example.differentiable)
     expected = _with_gradients(example.reference, exact, example.differentiable)
@@ -71,6 +74,10 @@ def relative_error(example: extend.Example, back_end: str) -> float:
         x, y = (np.asarray(array, np.float64) for array in pair)
         errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
     return float(max(errors))
+
+
+def _in_fp32(x):
+    return x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float32)
 
 
 def _with_gradients(f, arrays, differentiable: bool):
