@@ -144,6 +144,33 @@ def sharded(f: Callable, rule: Rule | None) -> Callable:
     return launch
 
 
+def overwriting(f: Callable, arrays: list[jax.Array]) -> tuple[list[jax.Array], Any]:
+    """Call f with references to these arrays, which f overwrites. Return the new arrays, and the
+    results of f.
+
+    The effect of `jax.new_ref` cannot be lowered in a `custom_partitioning` function.
+    """
+
+    def with_new_refs(*arrays):
+        refs = [jax.new_ref(x) for x in arrays]
+        out = f(*refs)
+        return [jax.freeze(ref) for ref in refs], out
+
+    if not may_shard():
+        return with_new_refs(*arrays)
+    from jax.experimental import pallas
+
+    def body(refs):
+        overwritten, results = refs
+        out = f(*overwritten)
+        for ref, x in zip(jax.tree.leaves(results), jax.tree.leaves(out), strict=True):
+            ref[...] = x
+
+    shapes = jax.eval_shape(with_new_refs, *arrays)[1]
+    empty = jax.tree.map(lambda x: jax.lax.empty(x.shape, x.dtype), shapes)
+    return pallas.run_state(body)((arrays, empty))
+
+
 def _merging(f: Callable, rule: Rule) -> Callable:
     """Wrap f: its arguments and results have one axis for a name with a star."""
     arguments, results = rule.sides
@@ -234,7 +261,8 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
     call.def_partition(partition=partition, sharding_rule=of_shardy)
     if not (explicit := _axes_of(mesh, AxisType.Explicit)):
         return call(*args)
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+    device = mesh.abstract_device
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         shapes = jax.eval_shape(f_traced, *plain)
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]

@@ -14,6 +14,8 @@ if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
 
 import jax_triton
 
+from pallas_kernels._partition import overwriting
+
 # Contract a·b + c to one instruction, which rounds once. Set explicitly because the default changes
 # with Triton 3.10.
 OPTIONS = {"enable_fp_fusion": True}
@@ -39,20 +41,25 @@ def call(
     # slice, and in `jax.lax.scan`. Likely cause: XLA fuses the launch with the slice and ignores
     # that the kernel overwrites the operand.
     kept = jax.lax.optimization_barrier
-    args = [jax.new_ref(kept(arg)) if i in in_place else arg for i, arg in enumerate(args)]
-    new = jax_triton.triton_call(
-        *args,
-        kernel=kernel,
-        out_type=tuple(out),
-        grid=grid,
-        name=kernel.__name__,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        backend_options=options(max_registers),
-        **constexprs,
-    )
-    results = (*(jax.freeze(args[i]) for i in in_place), *new)
-    return kept(results) if in_place else results
+
+    def launch(*refs):
+        given = dict(zip(in_place, refs, strict=True))
+        return jax_triton.triton_call(
+            *(given.get(i, arg) for i, arg in enumerate(args)),
+            kernel=kernel,
+            out_type=tuple(out),
+            grid=grid,
+            name=kernel.__name__,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            backend_options=options(max_registers),
+            **constexprs,
+        )
+
+    if not in_place:
+        return tuple(launch())
+    overwritten, new = overwriting(launch, [kept(args[i]) for i in in_place])
+    return kept((*overwritten, *new))
 
 
 def options(max_registers: int | None = None) -> dict[str, Any]:

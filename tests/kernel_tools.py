@@ -204,7 +204,7 @@ def mosaic_on_cpu(monkeypatch):
     monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)
     monkeypatch.setattr("pallas_kernels._mosaic.num_sms", lambda: 2)
     # A launch with a sharding rule cannot contain the ordered callbacks of the interpreter.
-    monkeypatch.setattr("pallas_kernels._calls.sharded", lambda f, rule: f)
+    monkeypatch.setattr("pallas_kernels._partition.may_shard", lambda: False)
     _complete_mosaics_interpreter(monkeypatch)
     _RACES.clear()
     # Since 0.12 it raises at a race by default, in a thread for which others then wait.

@@ -362,7 +362,7 @@ def test_examples(name, make, back_end, dtype):
     compare_with_limit(plain[0], exact[0], limits[jnp.dtype(dtype).name])
     xla = functools.partial(example.call, implementation="xla")
     # The examples of a packed projection, or of its input.
-    in_bf16 = name == "flash_attention" and dtype == jnp.bfloat16 and args[0][0].ndim != 4
+    in_bf16 = name == "flash_attention" and dtype == jnp.bfloat16 and example.shapes[0].ndim != 4
 
     def compare_with_definition(label, found, each, true):
         for size, same_dtype in ((rms, xla), (max_abs, attention_in_bf16 if in_bf16 else xla)):

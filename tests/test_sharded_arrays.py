@@ -21,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from reference.torch_gpt2 import rms
 
 import pallas_kernels as pk
-from pallas_kernels._partition import Rule, sharded
+from pallas_kernels._partition import Rule, overwriting, sharded
 
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
 P, WHOLE = PartitionSpec, PartitionSpec()
@@ -256,6 +256,25 @@ def test_values_of_shards(kind):
         assert absent is None and y.sharding.is_equivalent_to(sharding, 2)
     np.testing.assert_array_equal(y, x * 2)
     np.testing.assert_array_equal(total, x.sum(0))
+
+
+def test_a_kernel_that_overwrites_an_argument():
+    """The effects of `jax.new_ref` have no lowering in a shard."""
+
+    def kernel(x_NC):
+        def launch(ref):
+            ref[...] = 2 * ref[...]
+            return x_NC.sum(1), x_NC.sum(0)
+
+        (doubled,), sums = overwriting(launch, [x_NC])
+        return doubled, *sums
+
+    x, mesh = np.arange(32, dtype=np.float32).reshape(4, 8), mesh_of(AxisType.Auto)
+    rule = Rule("n c -> n c, n, c", over="n")
+    split = jax.device_put(x, NamedSharding(mesh, FIRST))
+    for f in (sharded(kernel, rule), kernel):
+        for found, expected in zip(jax.jit(f)(split), (2 * x, x.sum(1), x.sum(0)), strict=True):
+            np.testing.assert_array_equal(found, expected)
 
 
 def test_numpy_arrays_with_in_shardings(triton_on_cpu):

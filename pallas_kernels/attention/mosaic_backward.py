@@ -17,6 +17,7 @@ from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
 from pallas_kernels._mosaic import LOG2_E, pl, plgpu, schedule
+from pallas_kernels._partition import overwriting
 from pallas_kernels.attention import documents
 from pallas_kernels.attention.mosaic_backward_kernel import (
     KEYS,
@@ -96,9 +97,8 @@ def backward(
         elif bias:
             dq_HD = _over_queries(gradients[0][:, :, 0])
     else:
-        sums = jax.new_ref(zeros_BTHD)
-        gradients = launch(None, sums)
-        gradients, dq_HD = _with_dq(jax.freeze(sums), gradients, options.scale, bias)
+        (sums_BTHD,), gradients = overwriting(functools.partial(launch, None), [zeros_BTHD])
+        gradients, dq_HD = _with_dq(sums_BTHD, gradients, options.scale, bias)
     if fp8_scale is None:
         gradients = [x[:, :length] for x in gradients]
     gradients = tuple(gradients)

@@ -72,7 +72,7 @@ def forward(operands, bounds, bias=None, *, options, tiles=None):
     Returns:
         (out_BTHE in the operands' dtype, lse_BHT in fp32)
     """
-    tiles = tiles or tuning(*_tuned_by(operands, options))
+    tiles = tiles or _tuned(operands, options, bias)
     shape = _shape(operands, bounds, options, tiles, bias)
     tile = tiles["forward"]
     b, t, h = shape["BATCH"], shape["T"], shape["H"]
@@ -119,7 +119,7 @@ def backward(
         bias_gradient: also return dS, B·H·T·S, or the gradient of the slopes from each query,
             B·H·T.
     """
-    tiles = tiles or tuning(*_tuned_by(operands, options))
+    tiles = tiles or _tuned(operands, options, bias)
     shape = _shape(operands, bounds, options, tiles, bias)
     b, t, s, h, key_heads, d, e = (shape[name] for name in ("BATCH", "T", "S", "H", "K", "D", "E"))
     packed, dtype, tf32 = len(operands) == 1, operands[0].dtype, shape["PRECISION"] == "tf32"
@@ -280,8 +280,15 @@ def _version(name: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _tuned_by(operands, options) -> tuple[tuple[int, int], str, int]:
+def _tuned(operands, options, bias) -> dict[str, Any]:
+    """Return the tiles of a call."""
     q = operands[0]
     matmul = "16" if q.dtype.itemsize == 2 else "fp32" if options.true_fp32 else "tf32"
     # Without a GPU, the caller is a test.
-    return _dispatch.capability() or (9, 0), matmul, max(q.shape[-1], operands[-1].shape[-1])
+    head_dim = max(q.shape[-1], operands[-1].shape[-1])
+    tiles = tuning(_dispatch.capability() or (9, 0), matmul, head_dim)
+    if bias is None:
+        return tiles
+    # A tile of the bias needs registers: fewer queries, or dK and dV spill.
+    dkv = tiles["dkv"]
+    return tiles | {"dkv": dkv | {"M": max(16, dkv["M"] // 2)}}
