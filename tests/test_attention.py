@@ -166,8 +166,9 @@ def selected(dtype, length, head_dim, implementation="auto", **facts):
     [
         ((7, 5), "bfloat16", 128, 64, {}, r"needs compute capability 8.0 .* not \(7, 5\)"),
         ((9, 0), "float32", 128, 64, {}, "supports bfloat16 or float16, not float32"),
-        ((9, 0), "bfloat16", 128, 20, {}, "multiple of 8 and at most 128, not 20"),
-        ((9, 0), "bfloat16", 128, 136, {}, "at most 128, not 136"),
+        ((9, 0), "bfloat16", 128, 20, {}, "multiple of 8 and at most 256 here, not 20"),
+        ((8, 0), "bfloat16", 128, 136, {}, "at most 128 here, not 136"),
+        ((9, 0), "bfloat16", 128, 264, {}, "at most 256 here, not 264"),
         ((9, 0), "bfloat16", 65, 64, {}, "an even sequence length .* not 65"),
         ((9, 0), "bfloat16", 64, 64, {"segments": True}, "does not support segment ids"),
         ((9, 0), "bfloat16", 64, 64, {"return_lse": True}, "drops the gradient of the log-sum-ex"),

@@ -277,8 +277,12 @@ def _why_not_cudnn(call: Facts) -> str | None:
         return why
     if call.triton_only:
         return f"supports {call.triton_only}"
-    if call.head_dim % 8 or call.head_dim > 128:
-        return f"supports head dimensions of a multiple of 8 and at most 128, not {call.head_dim}"
+    largest = 256 if _dispatch.capability() == (9, 0) else 128
+    if call.head_dim % 8 or call.head_dim > largest:
+        return (
+            f"supports head dimensions of a multiple of 8 and at most {largest} here, not "
+            f"{call.head_dim}"
+        )
     if call.length % 2:
         return f"supports an even sequence length (needed by the backward pass), not {call.length}"
     if call.segments:
