@@ -206,7 +206,9 @@ def test_cudnn_says_what_it_cannot_take(
         ((8, 0), "bfloat16", 1024, 64, {}, "cudnn"),
         ((8, 0), "bfloat16", 1024, 64, {"deterministic": True}, "triton"),
         ((8, 0), "float32", 1024, 256, {}, "triton"),
-        ((9, 0), "bfloat16", 1024, 256, {}, "triton"),
+        ((9, 0), "bfloat16", 1024, 256, {}, "cudnn"),
+        ((9, 0), "bfloat16", 1024, 256, {"segments": True}, "triton"),
+        ((8, 0), "bfloat16", 1024, 256, {}, "triton"),
         ((9, 0), "bfloat16", 1024, 264, {}, "xla"),
         *(
             ((9, 0), "bfloat16", 1024, 128, how, "triton")
