@@ -19,11 +19,11 @@ from flax import nnx
 
 from gptjax.config import Config, OptimizerConfig
 from gptjax.models.base import Model, ModelConfig
-from gptjax.models.layers import Block, Linear, attention, attention_pattern, lookup, normal
+from gptjax.models.layers import Block, Linear, attention_pattern, lookup, normal
 from gptjax.models.record import Metric, record, recording
 from gptjax.optim import Group, Matrices
 from gptjax.parallel import apply_block
-from pallas_kernels import rms_norm
+from pallas_kernels import flash_attention, rms_norm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class MixtureBlock(Block):
         how = {"window": c.window, "sinks_H": self.sinks[...], "precision": c.precision.matmul}
         if recording(self):  # the kernels do not store the pattern
             record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
-        attend = attention if cache is None else cache.attend
+        attend = flash_attention if cache is None else cache.attend
         return self.out(attend(q_BTHD, k_BTHD, v_BTHD, **how).reshape(x_BTC.shape))
 
     @jax.named_scope("mlp")

@@ -12,10 +12,11 @@ import optax
 import pytest
 from flax import nnx
 from generation_tools import check_cache, forward, greedy
+from kernel_tools import h200
 from train_tools import losses, rows, run
 
 import gptjax
-from gptjax import GPT2Config, cli, devices, loss_fn, parallel, precision
+from gptjax import GPT2Config, Precision, cli, devices, loss_fn, parallel, precision
 from gptjax.config import ConfigError
 from gptjax.models.base import graph, init_params, params_of
 from gptjax.optim import Metrics, OptimizerConfig, switch_algorithm
@@ -223,3 +224,14 @@ def test_an_optimizer_adds_metrics_and_the_plot_shows_them(mixture, tmp_path):
         assert plot_runs([config.run_dir], tmp_path / "a.png", metric=metric).exists()
     with pytest.raises(ValueError, match="no training noise in it"):
         plot_runs([config.run_dir], tmp_path / "a.png", metric="noise")
+
+
+def test_the_mixture_has_a_kernel_for_each_part_on_an_h200(mixture):
+    """Attention with windows and sinks, and norms; matmuls and the experts are XLA's."""
+    model = dataclasses.replace(
+        mixture.model, precision=Precision("bf16"), n_embd=128, block_size=128
+    )
+    with h200():
+        kernels = model.kernels(128, 4)
+    assert {name for name, how in kernels.items() if how == "xla"} <= {"linear"}, kernels
+    assert kernels["flash_attention"] == "mosaic" and kernels["rms_norm"] == "triton"

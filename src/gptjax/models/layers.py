@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.precision import Precision
 from pallas_kernels import cached_attention, flash_attention, linear
-from pallas_kernels.cached_attention import attend, pattern, visible
+from pallas_kernels.cached_attention import pattern, visible
 from pallas_kernels.classifier import to_int32
 from pallas_kernels.gemm import Numerics
 
@@ -159,64 +159,6 @@ def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, 
     return jnp.stack([later[:, i : i + t] for i in range(k)], axis=-1).reshape(-1, k)
 
 
-def attention(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    v_BTKD: Float[Array, "B T K D"],
-    *,
-    window: int | None = None,
-    sinks_H: Float[Array, " H"] | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    segment_ids: Integer[Array, "B T"] | None = None,
-    implementation: str = "auto",
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "B T H D"]:
-    """Return causal attention with learned sinks and a soft cap, which `flash_attention` lacks.
-
-        S = scale · Q Kᵀ      Z = softcap · tanh(S / softcap)
-        P_ts = exp(Z_ts) / (exp(sink) + Σ_s exp(Z_ts))      O = P V
-
-    Sinks multiply the kernel's output by σ(log Σ_s exp(Z_ts) − sink). With a soft cap there is no
-    kernel: plain JAX stores S.
-
-    Args:
-        sinks_H: a logit of each head, the score of a key with the value 0; None for no sinks.
-        softcap: upper bound of |Z|; None: Z = S.
-
-    Other arguments and errors: see `flash_attention`.
-    """
-    if softcap is not None:
-        if implementation not in ("auto", "xla", "reference"):
-            raise ValueError(
-                "attention: a soft cap needs the back end auto, xla or reference, got "
-                f"{implementation!r}"
-            )
-        t = q_BTHD.shape[1]
-        visible_BTS = visible(jnp.arange(t)[None], t, window)
-        if segment_ids is not None:
-            start_BT = jnp.arange(t)[None] - segment_positions(segment_ids)
-            visible_BTS = visible_BTS & (jnp.arange(t)[None, None] >= start_BT[:, :, None])
-        how = {"sinks_H": sinks_H, "softcap": softcap, "scale": scale, "precision": precision}
-        return attend(q_BTHD, k_BTKD, v_BTKD, visible_BTS, **how)
-    y_BTHD = flash_attention(
-        q_BTHD,
-        k_BTKD,
-        v_BTKD,
-        scale=scale,
-        window=window,
-        segment_ids=segment_ids,
-        return_lse=sinks_H is not None,
-        implementation=implementation,
-        precision=precision,
-    )
-    if sinks_H is None:
-        return y_BTHD
-    y_BTHD, lse_BHT = y_BTHD
-    kept_BHT = jax.nn.sigmoid(lse_BHT - sinks_H.astype(jnp.float32)[None, :, None])
-    return (y_BTHD.astype(jnp.float32) * kept_BHT.swapaxes(1, 2)[..., None]).astype(y_BTHD.dtype)
-
-
 def attention_pattern(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
@@ -224,7 +166,7 @@ def attention_pattern(
     window: int | None = None,
     **options: Any,
 ) -> Float[Array, "B H T T"]:
-    """Return P of `attention`, fp32. Options are sinks_H, softcap, scale and precision."""
+    """Return P of causal attention, fp32. Options are sinks_H, softcap, scale and precision."""
     t = q_BTHD.shape[1]
     return pattern(q_BTHD, k_BTKD, visible(jnp.arange(t)[None], t, window), **options)
 
@@ -271,7 +213,7 @@ class KVCache:
         window: int | None = None,
         **options: Any,
     ) -> Float[Array, "B T H D"]:
-        """Append T keys and values; return the `attention` of T queries over the cache.
+        """Append T keys and values; return the attention of T queries over the cache.
 
         The query at position length + t sees positions 0…length + t, or the last `window` of these.
 
@@ -280,7 +222,7 @@ class KVCache:
         """
         if self.k_BSHD is None:
             self.k_BSHD, self.v_BSHD = k_BTKD, v_BTKD
-            return attention(q_BTHD, k_BTKD, v_BTKD, window=window, **options)
+            return flash_attention(q_BTHD, k_BTKD, v_BTKD, window=window, **options)
         append = jax.vmap(functools.partial(jax.lax.dynamic_update_slice_in_dim, axis=0))
         self.k_BSHD = append(self.k_BSHD, k_BTKD, self.length_B)
         self.v_BSHD = append(self.v_BSHD, v_BTKD, self.length_B)
