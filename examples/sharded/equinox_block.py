@@ -7,9 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from training import MESH, C, D, F, H, V, train
+from training import MESH, C, D, F, H, V, mean_loss, train
 
-from pallas_kernels import flash_attention, linear_cross_entropy, mlp, rms_norm
+from pallas_kernels import flash_attention, mlp, rms_norm
 
 
 class Block(eqx.Module):
@@ -43,7 +43,7 @@ def init(key):
 @eqx.filter_value_and_grad
 def loss(model, tokens_BT):
     x_NC = model(tokens_BT[:, :-1]).reshape(-1, C)
-    return linear_cross_entropy(x_NC, model.embedding_VC, tokens_BT[:, 1:].reshape(-1)).mean()
+    return mean_loss(x_NC, model.embedding_VC, tokens_BT[:, 1:].reshape(-1))
 
 
 @eqx.filter_jit

@@ -7,9 +7,9 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from training import MESH, TOKENS_BT, C, D, F, H, V, train
+from training import MESH, TOKENS_BT, C, D, F, H, V, mean_loss, train
 
-from pallas_kernels import flash_attention, linear_cross_entropy, mlp, rms_norm
+from pallas_kernels import flash_attention, mlp, rms_norm
 
 
 class Block(nn.Module):
@@ -34,7 +34,7 @@ class Block(nn.Module):
         y_BTC, x_BTC = rms_norm(y_BTC, residual=x_BTC)
         x_BTC += mlp(y_BTC, up_CF, bias_F, down_FC)
         x_NC, targets_N = x_BTC.reshape(-1, C), tokens_BT[:, 1:].reshape(-1)
-        return linear_cross_entropy(x_NC, embedding_VC, targets_N).mean()
+        return mean_loss(x_NC, embedding_VC, targets_N)
 
 
 @jax.jit

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from training import MESH, C, D, F, H, V, train
+from training import MESH, C, D, F, H, V, mean_loss, train
 
-from pallas_kernels import flash_attention, linear_cross_entropy, mlp, rms_norm
+from pallas_kernels import flash_attention, mlp, rms_norm
 
 
 class Block(nnx.Module):
@@ -35,7 +35,7 @@ class Block(nnx.Module):
 @nnx.value_and_grad
 def loss(model, tokens_BT):
     x_NC, targets_N = model(tokens_BT[:, :-1]).reshape(-1, C), tokens_BT[:, 1:].reshape(-1)
-    return linear_cross_entropy(x_NC, model.embedding_VC[...], targets_N).mean()
+    return mean_loss(x_NC, model.embedding_VC[...], targets_N)
 
 
 @nnx.jit

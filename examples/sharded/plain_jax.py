@@ -6,9 +6,9 @@ python examples/sharded/plain_jax.py
 import jax
 import jax.numpy as jnp
 import optax
-from training import MESH, C, D, F, H, V, train
+from training import MESH, C, D, F, H, V, mean_loss, train
 
-from pallas_kernels import flash_attention, linear_cross_entropy, mlp, rms_norm
+from pallas_kernels import flash_attention, mlp, rms_norm
 
 SIZES = {"vocab": V, "embed": C, "qkv": 3, "heads": H, "head": D, "hidden": F}
 # Rules: the mesh axis of each logical axis. The other axes are not sharded.
@@ -40,7 +40,7 @@ def loss(params, tokens_BT):
     y_BTC, x_BTC = rms_norm(y_BTC, residual=x_BTC)
     x_BTC += mlp(y_BTC, params["up"], params["bias"], params["down"])
     x_NC, targets_N = x_BTC.reshape(-1, C), tokens_BT[:, 1:].reshape(-1)
-    return linear_cross_entropy(x_NC, params["embedding"], targets_N).mean()
+    return mean_loss(x_NC, params["embedding"], targets_N)
 
 
 def step(state, tokens_BT):
