@@ -217,7 +217,13 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
 
     def partition(mesh, shapes, outputs):
         if mesh.empty:  # some axes are manual: JAX passes shardings without names
-            _check_alike([*zip(arguments, jax.tree.leaves(shapes), strict=True)])
+            parts = _parts([*zip(arguments, jax.tree.leaves(shapes), strict=True)])
+            for names in results[0]:
+                if whole := {*parts} - {outer(name) for name in names}:
+                    raise ValueError(
+                        f"expected no sharded axis {sorted(whole)}: on a mesh with manual and "
+                        "other axes, sums over shards are not supported; use implementation='xla'"
+                    )
             given = [jax.tree.map(lambda x: x.sharding, tree) for tree in (outputs, shapes)]
             return mesh, f, *given
         specs = [x.sharding.spec for x in jax.tree.leaves(shapes)]
@@ -279,8 +285,12 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
     return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out_sharding)(*args)
 
 
-def _check_alike(arrays: list[tuple[Names, Any]]) -> None:
-    """Raise ValueError if two arrays are sharded differently along an axis of the same name."""
+def _parts(arrays: list[tuple[Names, Any]]) -> dict[str, int]:
+    """Return the number of shards along each axis that is sharded.
+
+    Raises:
+        ValueError: two arrays are sharded differently along an axis of the same name.
+    """
     parts: dict[str, int] = {}
     for names, x in arrays:
         shard = x.sharding.shard_shape(x.shape)
@@ -290,6 +300,7 @@ def _check_alike(arrays: list[tuple[Names, Any]]) -> None:
                     f"expected arrays that are sharded alike along {name!r}, got parts of "
                     f"{shard} of {x.shape}: use jax.lax.with_sharding_constraint"
                 )
+    return {name: number for name, number in parts.items() if number > 1}
 
 
 def _factors(name: str) -> str:
