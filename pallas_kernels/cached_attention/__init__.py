@@ -28,11 +28,13 @@ from typing import Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
 from pallas_kernels._partition import Rule
+from pallas_kernels.attention import flash_attention
+from pallas_kernels.attention import reference as attention_reference
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "this back end has no derivative; pass implementation='xla'"
@@ -122,82 +124,25 @@ def cached_attention(
     q_k_v, how = (q_BTHD, k_BSKD, v_BSKD), how | {"window": window, "sinks_H": sinks_H}
     if backend == "reference":
         return reference(*q_k_v, lengths_B, **how).astype(q_BTHD.dtype)
-    return _in_jax(*q_k_v, lengths_B, precision=precision, **how)
+    f = functools.partial(flash_attention, precision=precision, implementation="xla")
+    return _in_jax(f, *q_k_v, lengths_B, **how)
 
 
 def reference(q_BTHD, k_BSKD, v_BSKD, lengths_B, **options):
     """Compute the definition in fp32 for every dtype. Return fp32."""
-    q_k_v = (x.astype(jnp.float32) for x in (q_BTHD, k_BSKD, v_BSKD))
-    return _in_jax(*q_k_v, lengths_B, precision=jax.lax.Precision.HIGHEST, **options)
+    return _in_jax(attention_reference, q_BTHD, k_BSKD, v_BSKD, lengths_B, **options)
 
 
 # ------------------------------------------------------------------------------------ in plain JAX
 
 
-def _in_jax(q_BTHD, k_BSKD, v_BSKD, lengths_B, *, window=None, **options):
+def _in_jax(f, q_BTHD, k_BSKD, v_BSKD, lengths_B, *, window=None, **options):
+    """Call `flash_attention` with the range of keys that each query sees."""
     t = q_BTHD.shape[1]
-    position_BT = lengths_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)[None]
-    visible_BTS = visible(position_BT, k_BSKD.shape[1], window)
-    return attend(q_BTHD, k_BSKD, v_BSKD, visible_BTS, **options)
-
-
-def visible(
-    position_BT: Integer[Array, "#B T"], s: int, window: int | None
-) -> Bool[Array, "#B T {s}"]:
-    """Return the mask of the keys 0…S − 1 that queries at these positions see."""
-    s_11S, position_BT1 = jnp.arange(s, dtype=jnp.int32)[None, None], position_BT[:, :, None]
-    visible_BTS = s_11S <= position_BT1
-    return visible_BTS if window is None else visible_BTS & (s_11S > position_BT1 - window)
-
-
-def pattern(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BSKD: Float[Array, "B S K D"],
-    visible_BTS: Bool[Array, "#B T S"],
-    *,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Float[Array, " H"] | None = None,
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "B H T S"]:
-    """Return P in fp32, with any mask of the keys that the queries see."""
-    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    scores_BKGTS = jnp.einsum(
-        "btkgd,bskd->bkgts",
-        q_BTHD.reshape(b, t, k, h // k, d),
-        k_BSKD,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    scores_BKGTS *= d**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores_BKGTS = softcap * jnp.tanh(scores_BKGTS / softcap)
-    seen_B11TS = visible_BTS[:, None, None]
-    scores_BKGTS = jnp.where(seen_B11TS, scores_BKGTS, -jnp.inf)
-    if sinks_H is not None:
-        sinks_1KG11 = sinks_H.astype(jnp.float32).reshape(1, k, h // k, 1, 1)
-        sinks_BKGT1 = jnp.broadcast_to(sinks_1KG11, (*scores_BKGTS.shape[:-1], 1))
-        scores_BKGTS = jnp.concatenate([scores_BKGTS, sinks_BKGT1], axis=-1)
-    weights_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)[..., :s]
-    # The softmax of a row without a key is NaN.
-    return jnp.where(seen_B11TS, weights_BKGTS, 0).reshape(b, h, t, s)
-
-
-def attend(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BSKD: Float[Array, "B S K D"],
-    v_BSKD: Float[Array, "B S K D"],
-    visible_BTS: Bool[Array, "#B T S"],
-    *,
-    precision: jax.lax.PrecisionLike = None,
-    **options,
-) -> Float[Array, "B T H D"]:
-    """Return O; the other arguments are those of `pattern`."""
-    (b, t, h, d), (_, s, k, _) = q_BTHD.shape, k_BSKD.shape
-    pattern_BHTS = pattern(q_BTHD, k_BSKD, visible_BTS, precision=precision, **options)
-    weights_BKGTS = pattern_BHTS.astype(v_BSKD.dtype).reshape(b, k, h // k, t, s)
-    y_BTKGD = jnp.einsum("bkgts,bskd->btkgd", weights_BKGTS, v_BSKD, precision=precision)
-    return y_BTKGD.reshape(b, t, h, d)
+    last_BT = lengths_B[:, None] - t + jnp.arange(t, dtype=jnp.int32)[None]
+    first_BT = jnp.zeros_like(last_BT) if window is None else last_BT - (window - 1)
+    key_range = first_BT, last_BT
+    return f(q_BTHD, k_BSKD, v_BSKD, causal=False, key_range=key_range, **options)
 
 
 # ------------------------------------------------------------------------------------------ checks
