@@ -62,7 +62,8 @@ _HINTS = {
 
 
 def _with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """Answer the names of other libraries' options, and positional options."""
+    """Wrap f: options of other libraries, and options passed by position, raise a TypeError that
+    says what to write."""
     arrays = sum(
         p.kind == p.POSITIONAL_OR_KEYWORD for p in inspect.signature(f).parameters.values()
     )
