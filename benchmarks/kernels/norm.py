@@ -1,4 +1,4 @@
-"""layer_norm and rms_norm with a residual at GPT-2's widths.
+"""layer_norm and rms_norm: with a residual at GPT-2's widths, and without at few rows.
 
 python -m gptjax.bench kernels benchmarks/kernels/norm.py
 """
@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from gptjax.bench.harness import Case
+from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.norm import Options, run
 
 N = 65536
 EPS = 1e-5
+FEW_ROWS = ((128, 4096), (512, 4096), (2048, 4096), (512, 1024), (8192, 1024))
 
 
 def cases() -> list[Case]:
@@ -20,7 +22,42 @@ def cases() -> list[Case]:
         *_pair("layer_norm", 1600, bf16, bf16),
         *_pair("layer_norm", 768, fp32, bf16),
         *_pair("rms_norm", 768, bf16, bf16),
+        *(
+            _public(f, n, c, both)
+            for f in (rms_norm, layer_norm)
+            for n, c in FEW_ROWS
+            for both in (False, True)
+        ),
     ]
+
+
+def _public(f, n, c, both):
+    """The public function without a residual, and its gradients."""
+
+    def make(key):
+        keys = jax.random.split(key)
+        x, dy = (jax.random.normal(k, (n, c), jnp.bfloat16) for k in keys)
+        return x, jnp.ones((c,), jnp.bfloat16), jnp.zeros((c,), jnp.bfloat16), dy
+
+    def of(implementation):
+        def forward(x, scale, bias):
+            parameters = (scale,) if f is rms_norm else (scale, bias)
+            return f(x, *parameters, implementation=implementation)
+
+        def gradients(x, scale, bias, dy):
+            return jax.vjp(forward, x, scale, bias)[1](dy)
+
+        return gradients if both else lambda x, scale, bias, dy: forward(x, scale, bias)
+
+    return Case(
+        kernel=f.__name__,
+        name=f"{'forward and backward' if both else 'forward'} {n}×{c} bfloat16, few rows",
+        make=make,
+        run={name: of(name) for name in ("auto", "xla", "reference")},
+        bytes=(5 if both else 2) * n * c * 2,
+        bar="≥ 1.0× XLA",
+        alternate=True,
+    )
 
 
 def _pair(kernel, c, dtype, out_dtype, bar=""):

@@ -34,6 +34,7 @@ ROTATED_BYTES = 2e9
 PROGRAM_SECONDS = 3e-3
 MOST_SETS = 40
 MOST_BYTES = 24e9
+MOST_REPEATS = 50
 
 
 def one_device() -> jax.Device:
@@ -150,12 +151,16 @@ def _jax_runs(
 ) -> tuple[Callable[[int], float], int]:
     """Return a function: number of executions of a program → their seconds, and the program's
     number of calls of `f`."""
-    firsts, *rests = zip(*input_sets(f, case, prepare), strict=True)
+    sets = input_sets(f, case, prepare)
+    firsts, *rests = zip(*sets, strict=True)
+    # The host needs 0.5 ms to start a program with this many arrays: short calls are repeated.
+    repeats = 1 if case.in_place else math.ceil(PROGRAM_SECONDS / _floor_seconds(case) / len(sets))
+    repeats = max(1, min(MOST_REPEATS, repeats))
     call = jax.jit(f)  # lowered once, for all calls
 
-    def program(firsts, rests, old_outputs):
+    def once(firsts, rests, last):
         # All outputs are returned: the compiler removes a result that is not used.
-        outputs, last = [], jnp.zeros(())
+        outputs = []
         for inputs in zip(firsts, *rests, strict=True):
             # Each call waits for the one before: no calls in parallel, no fusion between calls.
             inputs, last = jax.lax.optimization_barrier((inputs, last))
@@ -163,12 +168,22 @@ def _jax_runs(
             last = jax.tree.leaves(outputs[-1])[0]
         return outputs
 
+    def program(firsts, rests, old_outputs):
+        if repeats == 1:
+            return once(firsts, rests, jnp.zeros(()))
+
+        def again(_, outputs):
+            return once(firsts, rests, jax.tree.leaves(outputs[-1])[0])
+
+        return jax.lax.fori_loop(0, repeats, again, old_outputs)
+
     # The outputs reuse the memory of the last ones: the host runs many executions ahead, and each
     # would allocate its own.
     program = jax.jit(program, donate_argnums=(0, 2) if case.in_place else 2, keep_unused=True)
     outputs = None
     if not case.in_place:
-        outputs = jax.tree.map(jnp.zeros_like, jax.eval_shape(program, firsts, rests, None))
+        one = jax.eval_shape(call, *(x[0] for x in (firsts, *rests)))
+        outputs = [jax.tree.map(jnp.zeros_like, one) for _ in sets]
 
     def run(times: int) -> float:
         nonlocal firsts, outputs
@@ -182,7 +197,7 @@ def _jax_runs(
         jax.block_until_ready(made)
         return time.perf_counter() - started
 
-    return run, len(firsts)
+    return run, repeats * len(sets)
 
 
 def input_sets(f: Callable, case: Case, prepare: Callable | None = None) -> list[tuple]:
@@ -190,10 +205,14 @@ def input_sets(f: Callable, case: Case, prepare: Callable | None = None) -> list
     prepare = jax.jit(prepare) if prepare else lambda *inputs: inputs
     first = prepare(*case.make(jax.random.key(0)))
     size = _nbytes(first) + _nbytes(jax.eval_shape(f, *first))
-    once = max(case.bytes / 4.2e12, case.flops / 8e14)
-    wanted = max(ROTATED_BYTES / size, PROGRAM_SECONDS / once)
+    wanted = max(ROTATED_BYTES / size, PROGRAM_SECONDS / _floor_seconds(case))
     count = max(1, min(math.ceil(wanted), MOST_SETS, int(MOST_BYTES / size)))
     return [first] + [prepare(*case.make(jax.random.key(i))) for i in range(1, count)]
+
+
+def _floor_seconds(case: Case) -> float:
+    """Return the time of a call at the rates of an H200."""
+    return max(case.bytes / 4.2e12, case.flops / 8e14)
 
 
 def _nbytes(tree: Any) -> int:
