@@ -1,12 +1,13 @@
 """Flash decoding in Triton (Dao et al., "Flash-Decoding for long-context inference", 2023).
 
 The queries and heads that share a key head are the rows of a tile, so each key is loaded once for
-all of them. `PROGRAMS` programs share the keys: the valid keys of a sequence that its queries
-see are split into equal parts, whatever its length. Each part stores its normalized output and the
-log-sum-exp, in fp32. The sum of the parts, weighted by exp(log-sum-exp), is the result.
+all of them. `PROGRAMS` programs share the keys: R parts of equal length cover the visible keys of
+the longest sequence, and a shorter sequence has fewer parts. Each part stores its normalized output
+and the log-sum-exp, in fp32. `sum_kernel` weights the parts by exp(log-sum-exp). A single part is
+the result.
 
 Shapes, in addition to those of the package: M rows and N keys of a tile, P the head dimension
-padded to a power of two, R parts.
+padded to a power of two, R parts, A the batch padded to a power of two.
 """
 
 import jax
@@ -25,6 +26,10 @@ PROGRAMS = 528
 """Programs that fill the GPU: 4 on each of the 132 SMs of an H100."""
 TILE_BYTES = 16384
 """Bytes of a tile of queries, keys or values."""
+MOST_KEYS = 64
+"""Keys of a tile: with 64 channels, 64 keys are 3 % faster than 128."""
+SUM_CHANNELS = 64
+"""Channels of a program of `sum_kernel`."""
 
 
 def cached_attention(q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG, *, scale, window, softcap):
@@ -36,40 +41,41 @@ def cached_attention(q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG, *, scale, win
     (b, t, k, g, d), s = q_BTKGD.shape, k_BSKD.shape[1]
     p = max(16, triton.next_power_of_2(d))
     most = max(16, TILE_BYTES // (p * k_BSKD.dtype.itemsize))
-    m, n = min(most, max(16, triton.next_power_of_2(t * g))), min(most, 128)
+    m, n = min(most, max(16, triton.next_power_of_2(t * g))), min(most, MOST_KEYS)
     tiles, most_keys = triton.cdiv(t * g, m), min(s, window + t - 1)
-    r = max(1, min(triton.cdiv(PROGRAMS, b * k * tiles), triton.cdiv(most_keys, n)))
+    r = max(1, min(PROGRAMS // (b * k * tiles), triton.cdiv(most_keys, n)))
     out_RBTKGD, lse_RBTKG = _triton.call(
         cached_attention_kernel,
-        *(q_BTKGD, k_BSKD, v_BSKD, lengths_B),
+        *(q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG if r == 1 else None),
         out=[
-            jax.ShapeDtypeStruct((r, *q_BTKGD.shape), jnp.float32),
+            jax.ShapeDtypeStruct((r, *q_BTKGD.shape), q_BTKGD.dtype if r == 1 else jnp.float32),
             jax.ShapeDtypeStruct((r, *q_BTKGD.shape[:-1]), jnp.float32),
         ],
         grid=(b * k, r, tiles),
         **{"B": b, "T": t, "S": s, "K": k, "G": g, "D": d, "P": p, "M": m, "N": n, "R": r},
-        **{"WINDOW": window, "SCALE": scale, "SOFTCAP": softcap},
+        **{"WINDOW": window, "A": triton.next_power_of_2(b), "SCALE": scale, "SOFTCAP": softcap},
         num_stages=2,
-        num_warps=8,
+        num_warps=4,  # 10 % faster than 8, and than three stages
     )
-    highest_BTKG = lse_RBTKG.max(0)
-    if sinks_KG is not None:
-        sinks_11KG = sinks_KG.astype(jnp.float32)[None, None] * LOG2E.value
-        highest_BTKG = jnp.maximum(highest_BTKG, sinks_11KG)
-    weight_RBTKG = jnp.exp2(lse_RBTKG - highest_BTKG[None])
-    sum_BTKG = weight_RBTKG.sum(0)
-    if sinks_KG is not None:
-        sum_BTKG += jnp.exp2(sinks_11KG - highest_BTKG)
-    out_BTKGD = (weight_RBTKG[..., None] * out_RBTKGD).sum(0) / sum_BTKG[..., None]
-    return out_BTKGD.astype(q_BTKGD.dtype)
+    if r == 1:
+        return out_RBTKGD[0]
+    rows, columns = b * t * k * g, min(p, SUM_CHANNELS)
+    return _triton.call(
+        sum_kernel,
+        *(out_RBTKGD, lse_RBTKG, sinks_KG),
+        out=[jax.ShapeDtypeStruct(q_BTKGD.shape, q_BTKGD.dtype)],
+        grid=(rows, triton.cdiv(d, columns)),
+        **{"ROWS": rows, "H": k * g, "D": d, "R": r, "A": triton.next_power_of_2(r), "C": columns},
+        num_warps=4,
+    )[0]
 
 
 @triton.jit
 def cached_attention_kernel(
-    q_ptr, k_ptr, v_ptr, length_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, length_ptr, sinks_ptr, out_ptr, lse_ptr,
     B: tl.constexpr, T: tl.constexpr, S: tl.constexpr, K: tl.constexpr, G: tl.constexpr,
     D: tl.constexpr, P: tl.constexpr, M: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
-    WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    A: tl.constexpr, WINDOW: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Store the output and the log₂-sum-exp of a part of the keys. Grid (B·K, R, ⌈T·G / M⌉).
 
@@ -87,7 +93,9 @@ def cached_attention_kernel(
 
     first = tl.maximum(length - T - WINDOW + 1, 0)
     last = tl.minimum(length, S)
-    keys = tl.cdiv(tl.cdiv(tl.maximum(last - first, 0), R), N) * N
+    length_A = tl.load(length_ptr + tl.arange(0, A), mask=tl.arange(0, A) < B, other=0)
+    most = tl.max(tl.minimum(length_A, S) - tl.maximum(length_A - T - WINDOW + 1, 0), 0)
+    keys = tl.cdiv(tl.cdiv(most, R), N) * N
     start = first + tl.program_id(1) * keys
     stop = tl.minimum(start + keys, last)
     position_M = length - T + query_M
@@ -120,7 +128,42 @@ def cached_attention_kernel(
         highest_M = next_M
     # The sum is at least 1 where a key was seen, and else 0.
     sum_M = tl.maximum(sum_M, 1.0)
+    if sinks_ptr is not None:
+        sink_M = tl.load(sinks_ptr + head * G + row_M % G).to(tl.float32)
+        sum_M += tl.exp2(sink_M * LOG2E - highest_M)
     index_M += tl.cast(tl.program_id(1), tl.int64) * (B * T * K * G)
     tl.store(lse_ptr + index_M, highest_M + tl.log2(sum_M), mask=inside_M)
     offset_MP = index_M[:, None] * D + channel_P[None, :]
-    tl.store(out_ptr + offset_MP, out_MP / sum_M[:, None], mask=inside_MP)
+    out_MP = (out_MP / sum_M[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + offset_MP, out_MP, mask=inside_MP)
+
+
+@triton.jit
+def sum_kernel(
+    part_ptr, lse_ptr, sinks_ptr, out_ptr,
+    ROWS: tl.constexpr, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, A: tl.constexpr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Store the weighted sum of the R ≤ A parts of C channels of a row. Grid (ROWS, ⌈D / C⌉)."""
+    STEP: tl.constexpr = min(A, 16)
+    row = tl.program_id(0)
+    part_A = tl.arange(0, A)
+    lse_A = tl.load(lse_ptr + part_A * ROWS + row, mask=part_A < R, other=float("-inf"))
+    highest = tl.max(lse_A, 0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % H).to(tl.float32) * LOG2E
+        highest = tl.maximum(highest, sink)
+    total = tl.sum(tl.exp2(lse_A - highest), 0)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - highest)
+    channel_C = tl.program_id(1) * C + tl.arange(0, C)
+    out_SC = tl.full((STEP, C), 0.0, tl.float32)
+    for first in range(0, R, STEP):
+        part_S = first + tl.arange(0, STEP)
+        lse_S = tl.load(lse_ptr + part_S * ROWS + row, mask=part_S < R, other=float("-inf"))
+        offset_SC = (tl.cast(part_S, tl.int64) * ROWS + row)[:, None] * D + channel_C[None, :]
+        inside_SC = (part_S < R)[:, None] & (channel_C < D)[None, :]
+        part_SC = tl.load(part_ptr + offset_SC, mask=inside_SC, other=0.0)
+        out_SC += tl.exp2(lse_S - highest)[:, None] * part_SC
+    out_C = (tl.sum(out_SC, 0) / total).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + tl.cast(row, tl.int64) * D + channel_C, out_C, mask=channel_C < D)
