@@ -1,0 +1,107 @@
+"""Checks of the arguments of flash attention."""
+
+import functools
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import SupportsIndex
+
+import jax.numpy as jnp
+
+from pallas_kernels._dispatch import DTYPES
+
+_HINTS = {
+    "is_causal": "the option is named causal, and is True by default",
+    "mask": "an arbitrary mask is a bias of 0 and −∞; window, segment_ids and key_range skip tiles",
+    "attn_mask": "an arbitrary mask is a bias of 0 and −∞; causal=False turns the causal mask off",
+    "dropout_p": "there is no dropout",
+    "logits_soft_cap": "the option is named softcap",
+    "local_window_size": "the option is named window",
+}
+
+
+def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
+    """Wrap f: options of other libraries, and options passed by position, raise a TypeError that
+    says what to write."""
+    arrays = sum(
+        p.kind == p.POSITIONAL_OR_KEYWORD for p in inspect.signature(f).parameters.values()
+    )
+
+    @functools.wraps(f)
+    def call(*args: P.args, **options: P.kwargs) -> R:
+        for name in options.keys() & _HINTS.keys():
+            raise TypeError(f"{f.__name__}: unknown option {name}: {_HINTS[name]}")
+        if len(args) > arrays:
+            raise TypeError(f"{f.__name__}: options are passed by name, such as causal=True")
+        return f(*args, **options)
+
+    return call
+
+
+def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
+    def expected(expectation, got):
+        raise ValueError(f"flash_attention: expected {expectation}, got {got}")
+
+    shapes = f"{q_BTHD.shape}, {k_BSKD.shape}, {v_BSKE.shape}"
+    if not (
+        q_BTHD.ndim == k_BSKD.ndim == v_BSKE.ndim == 4
+        and k_BSKD.shape[:3] == v_BSKE.shape[:3]
+        and (q_BTHD.shape[0], q_BTHD.shape[3]) == (k_BSKD.shape[0], k_BSKD.shape[3])
+        and min(*q_BTHD.shape[2:], *k_BSKD.shape[2:], v_BSKE.shape[3]) >= 1
+        and (k_BSKD.shape[1] or not q_BTHD.shape[1])
+    ):
+        expected(
+            "q of shape (batch, time, heads, head_dim), k and v of shape (batch, keys, key heads, "
+            "head_dim), with keys, heads and channels",
+            shapes,
+        )
+    if q_BTHD.shape[2] > max(256, q_BTHD.shape[1]):
+        expected(
+            "(batch, time, heads, head_dim)",
+            f"{shapes}: {q_BTHD.shape[2]} heads of {q_BTHD.shape[1]} tokens. Swap axes 1 and 2 of "
+            "arrays of shape (batch, heads, time, head_dim): jnp.swapaxes(x, 1, 2)",
+        )
+    if q_BTHD.shape[2] % k_BSKD.shape[2]:
+        expected("a number of heads that is a multiple of that of key heads", shapes)
+    if not q_BTHD.dtype == k_BSKD.dtype == v_BSKE.dtype:
+        expected("one dtype for q, k, v", f"{q_BTHD.dtype}, {k_BSKD.dtype}, {v_BSKE.dtype}")
+    if q_BTHD.dtype not in DTYPES:
+        expected("float32, bfloat16 or float16", q_BTHD.dtype)
+    (b, t, h, _), s = q_BTHD.shape, k_BSKD.shape[1]
+
+    def integers(name, x, shape):
+        if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
+            expected(f"{name} of shape {shape} in integers", f"{x.shape} in {x.dtype}")
+
+    if isinstance(masks.segment_ids, tuple):
+        for x, length, name in zip(masks.segment_ids, (t, s), ("queries", "keys"), strict=True):
+            integers(f"segment_ids of {name}", x, (b, length))
+    elif masks.segment_ids is not None:
+        integers("segment_ids", masks.segment_ids, (b, t))
+        if t != s:
+            expected("a pair of segment_ids, of queries and of keys", f"{t} queries and {s} keys")
+    for x in masks.key_range or ():
+        integers("key_range", x, (b, t))
+    window = options.window
+    if isinstance(window, tuple):
+        if len(window) != 2 or any(x is not None and not _is_integer(x, 0) for x in window):
+            expected("a window of two integers of at least 0 or None", f"{window=}")
+    elif window is not None and not (options.causal and _is_integer(window, 1)):
+        raise ValueError(
+            "flash_attention: a window needs causal=True and an integer size of at least 1, got "
+            f"causal={options.causal} {window=}. Without causal, pass window=(left, right)"
+        )
+    if options.softcap is not None and not options.softcap > 0:
+        expected("a positive softcap", options.softcap)
+    if sinks_H is not None and sinks_H.shape != (h,):
+        expected(f"sinks_H of shape {(h,)}", sinks_H.shape)
+    if bias is not None:
+        shape = bias.shape
+        if bias.dtype not in (q_BTHD.dtype, jnp.float32):
+            expected(f"a bias in {q_BTHD.dtype} or float32", bias.dtype)
+        if shape != (h,) and shape not in itertools.product((1, b), (1, h), (t,), (s,)):
+            expected(f"slopes of shape {(h,)} or a bias of shape {(b, h, t, s)}", shape)
+
+
+def _is_integer(x, least):
+    return isinstance(x, SupportsIndex) and x >= least

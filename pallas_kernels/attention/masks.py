@@ -1,0 +1,88 @@
+"""Options and masks of a call of flash attention.
+
+Shapes: B batch, T queries, S keys.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.choice import is_true_fp32
+from pallas_kernels.attention.documents import Ranges, document_bounds, ranges
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Static options of a call. The back ends receive a float as `scale`."""
+
+    causal: bool = True
+    scale: float | None = None
+    window: Any = None
+    """For back ends an integer or None. None, if the window covers the sequence or the bounds
+    include it."""
+    deterministic: bool = False
+    precision: jax.lax.PrecisionLike = None
+    softcap: float | None = None
+    start: int | None = None
+    """Position of query 0. For back ends an integer."""
+
+    @property
+    def true_fp32(self) -> bool:
+        """Whether fp32 matmuls are true fp32, not TF32."""
+        return is_true_fp32(self.precision)
+
+
+class Masks(NamedTuple):
+    """Array arguments that mask: `segment_ids` and `key_range`."""
+
+    segment_ids: Any
+    key_range: Any = None
+
+
+def masked(options: Options, masks: Masks, q_BTHD, k_BSKD):
+    """Return the options for back ends, and the bounds.
+
+    The bounds are `Ranges` if causal masks, windows and documents of the kernels do not express the
+    call. Else the bounds are `Documents`, or None without segment ids.
+    """
+    (batch, length), keys = q_BTHD.shape[:2], k_BSKD.shape[1]
+    start = keys - length if options.start is None else options.start
+    window, ids = options.window, masks.segment_ids
+    left, right = window if isinstance(window, tuple) else (window and window - 1, None)
+    right = 0 if options.causal else right
+    square, pair = length == keys and start == 0, isinstance(ids, tuple)
+    # The window covers the keys before the queries; the queries see all keys after them.
+    if left is not None and start + length - 1 <= left:
+        left = None
+    if right is not None and not square and start + right >= keys - 1:
+        right = None
+    options = dataclasses.replace(options, causal=False, window=None, start=start)
+    if masks.key_range is None and not pair and (left is right is None or square and right == 0):
+        window = None if left is None else left + 1
+        options = dataclasses.replace(options, causal=right == 0, window=window)
+        return options, None if ids is None else document_bounds(ids, window=window)
+    position_T = jnp.arange(start, start + length, dtype=jnp.int32)
+    documents = None if ids is None or pair else document_bounds(ids)
+    pair = {"ids": ids if pair else None, "given": masks.key_range}
+    return options, ranges(batch, keys, position_T, (left, right), documents=documents, **pair)
+
+
+def visible(options, queries, keys, bounds):
+    """Return the mask of the keys s that each query t sees, B·T·S or 1·T·S; None for all."""
+    if not options.causal and bounds is None:
+        return None
+    visible_BTS = jnp.ones((1, queries, keys), bool)
+    if options.causal:
+        t_T1, s_1S = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+        visible_BTS &= (s_1S <= t_T1)[None]
+        if options.window is not None:
+            visible_BTS &= (s_1S > t_T1 - options.window)[None]
+    if bounds is not None:
+        s_11S = jnp.arange(keys, dtype=jnp.int32)[None, None]
+        visible_BTS = visible_BTS & (bounds.first_BT[:, :, None] <= s_11S)
+        visible_BTS = visible_BTS & (s_11S <= bounds.last_BT[:, :, None])
+    if isinstance(bounds, Ranges) and bounds.key_ids_BS is not None:
+        visible_BTS &= bounds.query_ids_BT[:, :, None] == bounds.key_ids_BS[:, None]
+    return visible_BTS
