@@ -40,6 +40,19 @@ def test_written_bytes_are_those_of_llm_c(tmp_path_factory, ids, dtype):
     assert tokens.tolist() == ids and not tokens.flags.writeable
 
 
+def test_a_vocabulary_above_65536_ids_is_in_llm_cs_llama_form(path):
+    ids = np.array([0, 128_255, 70_000, 1, 2**31 - 1])
+    write_shard(path, ids, vocab_size=128_256)
+    header = shard_bytes([], magic=20240801, version=7, count=5)
+    assert path.read_bytes() == header + ids.astype("<u4").tobytes()
+    assert open_shard(path).dtype == np.uint32 and open_shard(path).tolist() == ids.tolist()
+    np.testing.assert_array_equal(Shard(path).read(1, 2), [128_255, 70_000])
+    with pytest.raises(ShardError, match=r"at byte 1028: .* found id 128255 \(token 1\)"):
+        Shard(path).check_ids(0, Shard(path).read(0, 3), 100_000)
+    with pytest.raises(ShardError, match="expected ids in 0..2147483647, found 2147483648"):
+        write_shard(path, ids + 1, vocab_size=128_256)
+
+
 @pytest.mark.parametrize("mask", [False, True])
 def test_a_shard_is_read_by_position_or_in_chunks(tmp_path, monkeypatch, mask):
     path = tmp_path / ("a.mask" if mask else "a.bin")
@@ -58,7 +71,7 @@ CUT = shard_bytes()
 FAULTS = {
     "no header": (CUT[:100], 8, "token count above 0, found 5 in a file of 100 bytes"),
     "magic": (shard_bytes(magic=7), 0, "magic 20240520, found 7 .*; prepare the"),
-    "uint32 of Llama": (shard_bytes(magic=20240801), 0, "magic 20240520, found 20240801"),
+    "version of Llama": (shard_bytes(magic=20240801), 4, "version 7, found 1"),
     "a mask": (shard_bytes(magic=20261122), 0, "magic 20240520, found 20261122"),
     "version": (shard_bytes(version=2), 4, "version 1, found 2"),
     "count": (shard_bytes(count=4), 8, "token count 5.0, found 4 in a file of 1"),

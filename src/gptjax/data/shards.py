@@ -3,6 +3,9 @@
     bytes 0 .. 1023     256 little-endian int32: magic 20240520, version 1, token count, then zeros
     bytes 1024 ..       the tokens, little-endian uint16
 
+For vocabularies of more than 65,536 ids, llm.c's Llama form has the magic 20240801, the version 7
+and uint32 tokens.
+
 The loss mask of the shard NAME.bin is the file NAME.mask in the same folder. A mask has the same
 layout with the magic number 20261122 and one byte per token: 1 if the token counts as a target of
 the loss, 0 if not (a token of a prompt). A dataset has masks for all shards, or none.
@@ -15,16 +18,17 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from gptjax.files import open_regular, write_atomically
 from gptjax.terminal import printable
 
-VERSION = 1
 HEADER_BYTES = 1024  # 256 int32
 MAX_TOKENS = 2**31 - 1  # the count is an int32
 MASK_SUFFIX = ".mask"
+NARROW_IDS = 1 << 16  # ids of the largest vocabulary whose shards are uint16
 
 _PREPARE_AGAIN = "prepare the shard again, for example with `python -m gptjax.data`"
 _CHUNK_TOKENS = 1 << 24  # 32 MB
@@ -62,11 +66,20 @@ def mask_path(shard: Path) -> Path:
     return shard.with_suffix(MASK_SUFFIX)
 
 
-def _form(path: Path) -> tuple[int, np.dtype]:
-    """Return magic number and dtype of a file."""
-    if path.suffix == MASK_SUFFIX:
-        return 20261122, np.dtype("u1")
-    return 20240520, np.dtype("<u2")
+class _Form(NamedTuple):
+    magic: int
+    version: int
+    dtype: np.dtype
+
+
+_NARROW = _Form(20240520, 1, np.dtype("<u2"))
+_WIDE = _Form(20240801, 7, np.dtype("<u4"))
+_MASK = _Form(20261122, 1, np.dtype("u1"))
+
+
+def _form(path: Path, wide: bool) -> _Form:
+    """Return the form of a file; `wide` for tokens in uint32."""
+    return _MASK if path.suffix == MASK_SUFFIX else _WIDE if wide else _NARROW
 
 
 class Shard:
@@ -78,7 +91,7 @@ class Shard:
     Attributes:
         path: the file.
         size: number of tokens.
-        dtype: uint16, or uint8 of a mask.
+        dtype: uint16 or uint32, or uint8 of a mask.
         stamp: length in bytes and modification time. A read raises ShardError if they have changed.
     """
 
@@ -90,7 +103,6 @@ class Shard:
                 the one in the header.
         """
         self.path, self._descriptor = Path(path), -1
-        magic, self.dtype = _form(self.path)
         try:
             self._descriptor = open_regular(self.path)
         except OSError as error:
@@ -98,11 +110,12 @@ class Shard:
                 self.path, 0, expected="a readable shard", found=error.strerror or str(error)
             ) from error
         self.stamp = self._status()
-        count = (self.stamp[0] - HEADER_BYTES) / self.dtype.itemsize
         head = os.pread(self._descriptor, HEADER_BYTES, 0).ljust(HEADER_BYTES, b"\0")
         fields = np.frombuffer(head, "<i4")[:3].tolist()
+        magic, version, self.dtype = _form(self.path, wide=fields[0] == _WIDE.magic)
+        count = (self.stamp[0] - HEADER_BYTES) / self.dtype.itemsize
         tokens = count if count > 0 else "above 0"
-        expected = {"magic": magic, "version": VERSION, "token count": tokens}
+        expected = {"magic": magic, "version": version, "token count": tokens}
         for index, (name, right) in enumerate(expected.items()):
             if fields[index] != right:
                 raise shard_error(
@@ -181,7 +194,8 @@ def open_shard(path: str | os.PathLike) -> np.ndarray:
     """Map the tokens of a shard into memory.
 
     Returns:
-        A read-only memory-mapped uint16 array of shape (tokens,). Only the header has been read.
+        A read-only memory-mapped array of shape (tokens,), uint16 or uint32. Only the header has
+        been read.
 
     Raises:
         ShardError: see `Shard`.
@@ -190,27 +204,31 @@ def open_shard(path: str | os.PathLike) -> np.ndarray:
     return np.memmap(path, shard.dtype, mode="r", offset=HEADER_BYTES, shape=(shard.size,))
 
 
-def write_shard(path: str | os.PathLike, tokens: np.ndarray) -> None:
+def write_shard(
+    path: str | os.PathLike, tokens: np.ndarray, *, vocab_size: int = NARROW_IDS
+) -> None:
     """Write a shard atomically: `path` stays unchanged until the new file is on disk.
 
     Args:
         path: the file to create or replace; a loss mask if it ends in `.mask`.
-        tokens: at least one integer, of shape (tokens,), each in 0..65535.
+        tokens: at least one integer, of shape (tokens,), each in 0..65535, or in 0..2**31-1 if
+            vocab_size is larger than 65,536.
+        vocab_size: number of ids of the tokenizer, which decides between uint16 and uint32.
 
     Raises:
         ShardError: no tokens, not a one-dimensional array of integers, or an id out of range.
         OSError: writing failed (disk full, read-only). No temporary file is left.
     """
     path, tokens = Path(path), np.asarray(tokens)
-    magic, dtype = _form(path)
+    magic, version, dtype = _form(path, wide=vocab_size > NARROW_IDS)
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or not 0 < tokens.size <= MAX_TOKENS:
         raise ShardError(
             f"{path}: not written: expected 1 to {MAX_TOKENS} integers of shape (tokens,), found "
             f"{tokens.dtype} of shape {tokens.shape}"
         )
-    most = np.iinfo(dtype).max
+    most = min(np.iinfo(dtype).max, np.iinfo(np.int32).max)  # batches are int32
     if bad := [int(x) for x in (tokens.min(), tokens.max()) if not 0 <= x <= most]:
         raise ShardError(f"{path}: not written: expected ids in 0..{most}, found {bad[0]}")
     header = np.zeros(HEADER_BYTES // 4, "<i4")
-    header[:3] = magic, VERSION, tokens.size
+    header[:3] = magic, version, tokens.size
     write_atomically(path, header, tokens.astype(dtype, copy=False))
