@@ -126,6 +126,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     resume_step = -1 if start.step is None else step
     log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
     stack.callback(log.close)
+    if first:
+        inputs.dataset.copy_tokenizer(config.run_dir)
     stop = stack.enter_context(StopRequest(parallel.mesh))
     progress = Progress(config, log, console, step=step, devices=used, stop=stop)
     progress.started(kernels, start.changes(config), source)

@@ -14,6 +14,7 @@ from saved_run_tools import random_model, random_params, save_run
 import gptjax
 from gptjax import export as command
 from gptjax.data import TokenizerUnavailable, get_tokenizer
+from gptjax.data.tokenizers import name_in
 from gptjax.export import export
 from gptjax.models.base import params_of
 from gptjax.weights import bpe_files
@@ -91,13 +92,15 @@ def gpt2_model():
 
 
 def test_transformers_encodes_as_tiktoken(gpt2, gpt2_model, tmp_path):
-    export(gpt2_model, tmp_path / "hf", "hf", tokenizer="gpt2")
+    export(gpt2_model, tmp_path / "hf", "hf", tokenizer=gpt2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     points = np.random.default_rng(0).integers(32, 0x3000, 3000).tolist()
     for text in [*TEXTS, "".join(map(chr, points))]:
         assert tokenizer.encode(text) == gpt2.encode(text).tolist()
         assert tokenizer.decode(gpt2.encode(text)) == text
     assert (tokenizer.eos_token_id, len(tokenizer)) == (50256, 50257)
+    tokenizer.save_pretrained(tmp_path / "again")  # the tokenizer.json of the hub's folder
+    assert name_in(tmp_path / "again") == "gpt2"
 
 
 def test_merges_of_a_known_tokenizer():
@@ -133,7 +136,7 @@ def test_gguf_has_llama_cpps_names_and_the_logits_of_the_model(run, tmp_path, ca
 
 
 def test_gguf_has_gpt2s_tokenizer(gpt2, gpt2_model, tmp_path):
-    export(gpt2_model, tmp_path / "m.gguf", "gguf", tokenizer="gpt2")
+    export(gpt2_model, tmp_path / "m.gguf", "gguf", tokenizer=gpt2)
     fields, tensors = read_gguf(tmp_path / "m.gguf")
     part = lambda name, *at: fields(f"tokenizer.ggml.{name}", *at)
     assert (part("model"), part("pre"), part("eos_token_id")) == ("gpt2", "gpt-2", 50256)

@@ -236,11 +236,11 @@ def test_an_interrupted_preparation_leaves_nothing_and_an_old_dataset_as_it_was(
     before = tokens_of(made, "train").copy()
     real, calls = module.write_shard, []
 
-    def breaks(path, tokens):
+    def breaks(path, tokens, **how):
         calls.append(path)
         if len(calls) in (3, 6):
             raise KeyboardInterrupt
-        real(path, tokens)
+        real(path, tokens, **how)
 
     monkeypatch.setattr(module, "write_shard", breaks)
     for options in ({"overwrite": True}, {"name": "fresh"}):
@@ -255,8 +255,8 @@ HANGS = """
 import runpy, sys, time
 from gptjax.data import prepare
 real, calls = prepare.write_shard, []
-def write_shard(path, tokens):
-    real(path, tokens)
+def write_shard(path, tokens, **how):
+    real(path, tokens, **how)
     calls.append(path)
     if len(calls) == 2:
         print("hanging", flush=True)
@@ -303,7 +303,9 @@ def test_a_preparation_that_ends_in_the_middle_is_never_seen(texts, tmp_path, ca
 def test_prepare_stdlib(tmp_path, monkeypatch):
     """In bytes with a note where GPT-2's files are not available."""
     byte = get_tokenizer("byte")
-    monkeypatch.setattr(module, "choose_tokenizer", lambda choice: (byte, f"NOTE for {choice}"))
+    monkeypatch.setattr(
+        module, "choose_tokenizer", lambda choice, eot: (byte, f"NOTE for {choice}")
+    )
     lines = []
     made = prepare_stdlib(tmp_path / "data", log=lines.append)
     assert made == tmp_path / "data" / "stdlib_byte" and lines[0] == "NOTE for auto"

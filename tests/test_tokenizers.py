@@ -1,14 +1,24 @@
-"""gptjax.data.tokenizers: GPT-2's BPE and bytes, without a network too."""
+"""gptjax.data.tokenizers: GPT-2's BPE and bytes, without a network too, and tokenizer.json."""
 
+import json
+import sys
 import threading
 import time
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import tokenizer_tools as tools
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 
-from gptjax.data import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
+from gptjax.data import (
+    Tokenizer,
+    TokenizerError,
+    TokenizerUnavailable,
+    choose_tokenizer,
+    get_tokenizer,
+)
 from gptjax.data import tokenizers as module
 
 
@@ -111,3 +121,110 @@ def test_a_network_that_does_not_answer_is_given_up_soon(no_network, monkeypatch
         assert time.monotonic() - begin < 5
     finally:
         answers.set()
+
+
+# ---------------------------------------------------------------------------------- tokenizer.json
+
+KINDS = {"gpt2": tools.gpt2_kind, "llama 3": tools.llama3_kind, "llama 2": tools.llama2_kind}
+TEXT = "document 7.\nThe naïve word 🙂 is abc\t\n  number 49, don't<|endoftext|></s> stop."
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request, tmp_path_factory):
+    """A tokenizer of the package tokenizers, and the same as ours."""
+    theirs = KINDS[request.param]()
+    theirs.save(str(path := tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"))
+    return theirs, get_tokenizer(path)
+
+
+def test_a_tokenizer_json_has_the_ids_of_its_package(kind):
+    theirs, ours = kind
+    theirs.encode_special_tokens = True
+    ids = ours.encode(TEXT)
+    assert isinstance(ours, Tokenizer) and ids.dtype == np.uint16
+    assert ids.tolist() == theirs.encode(TEXT, add_special_tokens=False).ids
+    assert not {*ids.tolist()} & {*ours.special.values()}
+    np.testing.assert_array_equal(ours.encode_batch(["", TEXT])[1], ids)
+    assert ours.vocab_size == theirs.get_vocab_size()
+    assert theirs.id_to_token(ours.eot) in ("<|endoftext|>", "<|end_of_text|>", "</s>")
+    space = " " if theirs.normalizer else ""  # which the package's decoder may remove
+    assert ours.decode(ids) == space + TEXT
+    assert ours.decode(ids[:3]) + ours.decode(ids[3:]) == space + TEXT  # while it is generated
+    lengths = ours.byte_lengths()
+    assert lengths[ids].sum() == len((space + TEXT).encode()) and lengths[ours.eot] == 0
+    assert ours.decode([ours.eot]) == theirs.id_to_token(ours.eot)
+    assert ours.decode(ours.encode("a\ud800b")).endswith("a\ufffdb")
+    with pytest.raises(ValueError, match=f"expected ids in 0..{ours.vocab_size - 1}"):
+        ours.decode([ours.vocab_size])
+
+
+def test_a_prefix_is_what_the_file_puts_before_a_text(kind):
+    theirs, ours = kind
+    assert [*ours.prefix, *ours.encode("a b")] == theirs.encode("a b").ids
+    assert len(ours.prefix) == (theirs.token_to_id(tools.BOS) is not None)
+
+
+def test_the_name_depends_on_tokens_ids_and_merges_only(kind, tmp_path):
+    theirs, ours = kind
+    fields = json.loads(theirs.to_str())
+    fields["model"]["merges"] = [
+        each if isinstance(each, str) else " ".join(each) for each in fields["model"]["merges"]
+    ]
+    fields["padding"] = {"strategy": "BatchLongest", "direction": "Right", "pad_id": 0}
+    fields["padding"] |= {"pad_to_multiple_of": None, "pad_type_id": 0, "pad_token": "x"}
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(fields, indent=1))
+    assert get_tokenizer(file).name == ours.name and ours.name.startswith("json-")
+    np.testing.assert_array_equal(
+        get_tokenizer(file).encode_batch(["a", "a b c"])[0][:1], ours.encode("a")[:1]
+    )
+    fields["model"]["merges"].pop()
+    file.write_text(json.dumps(fields))
+    assert get_tokenizer(file).name != ours.name
+
+
+def test_saved_files_have_the_same_tokenizer_and_end_of_text(tmp_path):
+    tools.gpt2_kind(["<pad>", "<begin>", "<stop>"]).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match="token, found none; choose one with --eot"):
+        get_tokenizer(tmp_path)
+    with pytest.raises(TokenizerError, match="found no token '<end>'"):
+        get_tokenizer(tmp_path, eot="<end>")
+    tokenizer = get_tokenizer(tmp_path, eot="<stop>")
+    assert tokenizer.eot == 2
+    (tmp_path / "saved").mkdir()
+    tokenizer.save(tmp_path / "saved")
+    again = get_tokenizer(str(tmp_path / "saved"))
+    assert (again.name, again.eot) == (tokenizer.name, 2)
+    named = {"eos_token": {"content": "<begin>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    assert get_tokenizer(tmp_path).eot == 1
+
+
+def test_a_vocabulary_above_65536_ids_is_uint32(tmp_path):
+    tools.with_ids(tools.llama3_kind(), 128_256).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = get_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == 128_256 and tokenizer.encode("a").dtype == np.uint32
+    assert tokenizer.decode([128_000, 128_255]) == "<|reserved|>"
+
+
+def test_what_is_no_usable_tokenizer_json_is_refused(tmp_path, monkeypatch):
+    file = tmp_path / "tokenizer.json"
+    for content, says in (
+        ("{", "expected a tokenizer.json of Hugging Face, found Expecting"),
+        ("[]", "found 'list' object"),
+        ('{"a": 1}', r"found the fields \['a'\]"),
+    ):
+        file.write_text(content)
+        with pytest.raises(TokenizerError, match=says):
+            get_tokenizer(tmp_path)
+    word_piece = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}))
+    word_piece.decoder = tokenizers.decoders.WordPiece()
+    word_piece.add_special_tokens(["[UNK]"])
+    word_piece.save(str(file))
+    with pytest.raises(TokenizerError, match="expected a decoder of bytes .* found WordPiece"):
+        get_tokenizer(file)
+    with pytest.raises(TokenizerError, match="gpt2 has an end-of-text token; leave out --eot"):
+        get_tokenizer("gpt2", eot="x")
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizerUnavailable, match=r"pip install -e '.\[tokenizers\]'"):
+        get_tokenizer(file)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, cast
 import tyro
 
 from gptjax.data import DataError
-from gptjax.data.tokenizers import TokenizerChoice
+from gptjax.data.tokenizers import AnyTokenizer
 from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
 from gptjax.terminal import exit_code, interrupt, printable
@@ -25,7 +25,9 @@ Format = Literal["hf", "llmc", "gguf"]
 SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
 
 
-def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str | None) -> str:
+def export(
+    model: Model, path: str | os.PathLike, to: Format, *, tokenizer: AnyTokenizer | None
+) -> str:
     """Write a model in another program's format, and return a sentence about its tokenizer.
 
     After an error, nothing is left.
@@ -34,19 +36,18 @@ def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str 
         path: a folder for hf, else a file: .bin for llmc, .gguf for gguf. The path must not exist;
             its parent folder must.
         to: "hf", "llmc" or "gguf".
-        tokenizer: "gpt2", "byte" or None. hf folders store both tokenizers, GGUF files store gpt2
-            only, and llm.c's files store no tokenizer.
+        tokenizer: hf folders store any tokenizer, GGUF files store byte-level BPE of GPT-2's or
+            Llama 3's kind, and llm.c's files store no tokenizer.
 
     Raises:
         WeightsError: no export of this architecture, the path exists or lacks the suffix, or
             writing fails.
-        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
     """
-    path = Path(path)
+    path, stored = Path(path), to == "hf"
     check_path(path, to)
     try:
         if to == "gguf":
-            save_gguf(model, path, tokenizer=tokenizer, name=path.stem)
+            stored = save_gguf(model, path, tokenizer=tokenizer, name=path.stem)
         elif to == "llmc":
             save_llmc(cast(GPT2, model), path)
         else:
@@ -58,9 +59,9 @@ def export(model: Model, path: str | os.PathLike, to: Format, *, tokenizer: str 
         raise
     if tokenizer is None:
         return "only the model: its tokenizer is not known"
-    if to == "hf" or (to, tokenizer) == ("gguf", "gpt2"):
-        return f"with the tokenizer {tokenizer}"
-    return f"only the model: a {path.suffix} file does not store the tokenizer {tokenizer}"
+    if stored:
+        return f"with the tokenizer {tokenizer.name}"
+    return f"only the model: a {path.suffix} file does not store the tokenizer {tokenizer.name}"
 
 
 def check_path(path: Path, to: Format) -> None:
@@ -79,7 +80,7 @@ def main(
     to: Format,
     out: Path,
     step: int | None = None,
-    tokenizer: TokenizerChoice = "auto",
+    tokenizer: str = "auto",
 ) -> int:
     """Export a model to Hugging Face's transformers, llm.c or llama.cpp.
 
@@ -88,14 +89,14 @@ def main(
         to: hf: a folder with config, safetensors and tokenizer; llmc: .bin; gguf: [gguf] installed.
         out: Folder or file to create.
         step: Step of a run's checkpoint. None: the newest.
-        tokenizer: auto: the tokenizer of the run's data, or gpt2 for a vocabulary of 50,257.
+        tokenizer: auto: the model's tokenizer. gpt2, byte, or the path of a tokenizer.json.
     """
 
     def command() -> None:
         check_path(out, to)
         source = sources.find(path, step=step)
         model, found = load(source.path, tokenizer=tokenizer)
-        note = export(model, out, to, tokenizer=None if found is None else found.name)
+        note = export(model, out, to, tokenizer=found)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
 
     return exit_code(command, (WeightsError, DataError, OSError))

@@ -9,7 +9,7 @@ import tyro
 
 from gptjax import devices
 from gptjax.config import ConfigError
-from gptjax.data.tokenizers import Tokenizer, TokenizerChoice
+from gptjax.data.tokenizers import Tokenizer
 from gptjax.precision import PRECISIONS, Precision
 from gptjax.user_folders import cache_folder
 
@@ -25,8 +25,8 @@ class ModelOptions:
 
     path: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="PATH")]]
     """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
-    tokenizer: TokenizerChoice = "auto"
-    """Tokenizer. auto: the model's."""
+    tokenizer: str = "auto"
+    """auto: the model's tokenizer. gpt2, byte, or the path of a tokenizer.json."""
     precision: str | None = None
     """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
     step: int | None = None
@@ -69,7 +69,8 @@ class ModelOptions:
         )
         if tokenizer is None:
             raise ConfigError(
-                f"{self.path}: the tokenizer is not known; set --tokenizer gpt2 or --tokenizer byte"
+                f"{self.path}: the tokenizer is not known; set --tokenizer gpt2 or --tokenizer "
+                "byte, or to the path of a tokenizer.json"
             )
         return model, tokenizer
 

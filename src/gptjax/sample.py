@@ -85,13 +85,14 @@ class Sample(ModelOptions):
 
 
 def encoded(tokenizer: Any, prompts: Sequence[str], room: int) -> Iterator[list[int]]:
-    """Yield the tokens of each prompt; an empty text is the end-of-text token.
+    """Yield the tokens of each prompt; an empty text is the beginning of a document.
 
     Raises:
         ConfigError: a prompt of `room` or more tokens.
     """
     for number, prompt in enumerate(prompts, 1):
-        ids = tokenizer.encode(prompt).tolist() if prompt else [tokenizer.eot]
+        begin = [*tokenizer.prefix] if prompt else [tokenizer.eot, *tokenizer.prefix]
+        ids = begin + tokenizer.encode(prompt).tolist()
         if len(ids) >= room:
             raise ConfigError(
                 f"prompt {number}: expected at most {room - 1} tokens, one fewer than the "

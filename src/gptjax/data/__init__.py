@@ -12,7 +12,13 @@ from gptjax.data.manifest import DatasetError
 from gptjax.data.packing import Packing, Stretch
 from gptjax.data.prepare import Options, PrepareError, prepare_corpus, prepare_stdlib
 from gptjax.data.shards import DataError, ShardError, open_shard, write_shard
-from gptjax.data.tokenizers import Tokenizer, TokenizerUnavailable, choose_tokenizer, get_tokenizer
+from gptjax.data.tokenizers import (
+    Tokenizer,
+    TokenizerError,
+    TokenizerUnavailable,
+    choose_tokenizer,
+    get_tokenizer,
+)
 
 __all__ = [
     "Batch",
@@ -27,6 +33,7 @@ __all__ = [
     "ShardError",
     "Stretch",
     "Tokenizer",
+    "TokenizerError",
     "TokenizerUnavailable",
     "Windows",
     "check_dataset",

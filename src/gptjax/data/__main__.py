@@ -32,7 +32,7 @@ def _prepare(kind: str, corpus: Corpus, options: Options) -> None:
         command += ["--data-dir", str(options.data_dir)]
     manifest = read_manifest(folder)
     if manifest and manifest.tokenizer != "byte":  # the config's
-        command += model_options(manifest.tokenizer).split()
+        command += model_options(manifest.vocab_size).split()
     print(printable(f"train a small model: {shlex.join(command)}"))
 
 

@@ -13,7 +13,18 @@ from gptjax.data.loader import Windows
 from gptjax.data.manifest import MANIFEST, DatasetError, Files, describe, read_manifest
 from gptjax.data.prepare import prepare_stdlib
 from gptjax.data.shards import Shard, ShardError, mask_path, shard_error
-from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES, choose_tokenizer, model_options
+from gptjax.data.tokenizers import (
+    TOKENIZER_JSON,
+    TOKENIZERS,
+    VOCABULARIES,
+    AnyTokenizer,
+    JsonTokenizer,
+    choose_tokenizer,
+    copy_tokenizer,
+    get_tokenizer,
+    model_options,
+    name_in,
+)
 from gptjax.terminal import printable
 
 _FINEWEB = "fineweb10B"
@@ -39,6 +50,8 @@ class Dataset:
         train: training shards, at least one.
         val: validation shards, at least one.
         tokenizer: name of the tokenizer; "unknown" for ids of another tokenizer (`Inputs.find`).
+        vocab_size: number of ids of the tokenizer; 0 if it is unknown.
+        eot: end-of-text id of the tokenizer; None if it is unknown.
         note: message for the user, or None.
         listed: descriptions of shards and masks in dataset.json, by file name.
         masked: whether each shard has a loss mask.
@@ -49,6 +62,8 @@ class Dataset:
     train: tuple[Path, ...]
     val: tuple[Path, ...]
     tokenizer: str
+    vocab_size: int
+    eot: int | None
     note: str | None = None
     listed: Files = dataclasses.field(default_factory=dict, compare=False, repr=False)
     masked: bool = False
@@ -91,13 +106,34 @@ class Dataset:
 
         The shards are read up to the first end-of-text token.
         """
-        if self.tokenizer not in VOCABULARIES:
+        if self.eot is None:
             return None
-        eot = VOCABULARIES[self.tokenizer][1]
         found = any(
-            (tokens == eot).any() for path in self.train for _, tokens in Shard(path).chunks()
+            (tokens == self.eot).any() for path in self.train for _, tokens in Shard(path).chunks()
         )
-        return eot if found else None
+        return self.eot if found else None
+
+    def load_tokenizer(self) -> AnyTokenizer:
+        """Return the tokenizer.
+
+        Raises:
+            DatasetError: the tokenizer is unknown, or its tokenizer.json is missing or changed.
+            TokenizerUnavailable: the errors of `get_tokenizer`.
+        """
+        if self.tokenizer in VOCABULARIES:
+            return get_tokenizer(self.tokenizer)
+        if (found := name_in(self.path)) != self.tokenizer:
+            raise DatasetError(
+                f"{self.path / TOKENIZER_JSON}: expected the tokenizer {self.tokenizer}, found "
+                f"{'no file' if found is None else found}; restore the file, or prepare the "
+                "dataset again"
+            )
+        return get_tokenizer(self.path)
+
+    def copy_tokenizer(self, folder: Path) -> None:
+        """Copy the files of the tokenizer to a folder; GPT-2's and bytes have none."""
+        if self.tokenizer not in VOCABULARIES:
+            copy_tokenizer(self.path, folder)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a JSON-serializable fingerprint of the data, for checkpoints.
@@ -195,7 +231,7 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
         try:
             info = describe(path)
             _compare(path, dataset.listed, "sha256", info["sha256"])
-            if info.get("max_token", 0) >= (ids := VOCABULARIES[dataset.tokenizer][0]):
+            if info.get("max_token", 0) >= (ids := dataset.vocab_size or 1 << 31):
                 _check_ids(path, ids)
             said = f"as {MANIFEST} lists" if path.name in dataset.listed else "not listed"
         except ShardError as error:
@@ -260,7 +296,8 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
             "gptjax.data` (--help lists the kinds)"
         )
     manifest = read_manifest(folder)
-    listed, made_with = ({}, "gpt2") if manifest is None else (manifest.files, manifest.tokenizer)
+    listed = {} if manifest is None else manifest.files
+    made_with, ids, eot = _tokenizer(folder, manifest, train[0])
     if lost := sorted(listed.keys() - {*names}):
         raise DatasetError(
             f"{folder}: expected the {len(listed)} files that {MANIFEST} lists, found "
@@ -270,24 +307,38 @@ def open_folder(folder: Path, tokenizer: str = "auto", note: str | None = None) 
     if tokenizer not in ("auto", made_with):
         raise DatasetError(
             f"{folder}: expected shards made with tokenizer {tokenizer!r}, found {made_with!r}; "
-            f"train with {model_options(made_with)}, or prepare the text again with "
+            f"train with {model_options(ids)}, or prepare the text again with "
             f"--tokenizer {tokenizer} and another --name"
         )
     masked = any(mask_path(path).name in names for path in (*train, *val))
-    dataset = Dataset(folder.name, folder, train, val, made_with, note, listed, masked)
+    about = (made_with, ids, eot)
+    dataset = Dataset(folder.name, folder, train, val, *about, note, listed, masked)
     notes = [note] if note else []
     extra = [path.name for path in dataset.files if path.name not in listed]
     if manifest is None:
-        notes.append(
-            f"{folder} has no {MANIFEST}: assuming GPT-2 BPE, the tokenizer of llm.c's and "
-            "modded-nanogpt's shards"
-        )
+        assumed = {
+            "gpt2": "assuming GPT-2 BPE, the tokenizer of llm.c's and modded-nanogpt's shards",
+            "unknown": f"the tokenizer of uint32 ids is unknown; copy its {TOKENIZER_JSON} there",
+        }
+        said = assumed.get(made_with, f"assuming the tokenizer of its {TOKENIZER_JSON}")
+        notes.append(f"{folder} has no {MANIFEST}: {said}")
     elif extra:
         notes.append(
             f"{folder} has {len(extra)} files that {MANIFEST} does not list ({extra[0]}): "
             "they are used as they are"
         )
     return dataclasses.replace(dataset, note=printable("\n".join(notes)) or None)
+
+
+def _tokenizer(folder: Path, manifest: Any, shard: Path) -> tuple[str, int, int | None]:
+    """Return name, number of ids and end-of-text id of a dataset's tokenizer."""
+    if manifest is not None:
+        return manifest.tokenizer, manifest.vocab_size, manifest.eot
+    if (folder / TOKENIZER_JSON).exists():
+        tokenizer = JsonTokenizer(folder)
+        return tokenizer.name, tokenizer.vocab_size, tokenizer.eot
+    wide = Shard(shard).dtype.itemsize > 2
+    return ("unknown", 0, None) if wide else ("gpt2", *VOCABULARIES["gpt2"])
 
 
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:

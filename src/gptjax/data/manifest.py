@@ -11,6 +11,8 @@ reads only, shards have no digests. In format 3, each shard has a loss mask:
 
      "shards": {"NAME_train_000001.bin": {…, "mask": {"counted": 2000000,
                                                       "sha256": "...", "sample": "..."}}}
+
+A tokenizer.json is in the same folder. Its name in the manifest depends on its content.
 """
 
 import dataclasses
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.data.shards import HEADER_BYTES, MASK_SUFFIX, DataError, Shard, mask_path
-from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.data.tokenizers import VOCABULARIES, is_name
 from gptjax.files import read_regular, write_atomically
 
 MANIFEST = "dataset.json"
@@ -59,6 +61,8 @@ class Manifest:
 
     Attributes:
         tokenizer: name of the tokenizer.
+        vocab_size: number of its ids.
+        eot: its end-of-text id.
         source: description of the text's origin.
         files: description of each shard and each loss mask, by file name.
         options: options of the preparation that determine the shards. Empty for downloaded tokens
@@ -66,6 +70,8 @@ class Manifest:
     """
 
     tokenizer: str
+    vocab_size: int
+    eot: int
     source: str
     files: Files
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,12 +83,11 @@ class Manifest:
             mask = self.files.get(mask_path(Path(name)).name)
             if not name.endswith(MASK_SUFFIX):
                 shards[name] = info | ({"mask": mask} if mask else {})
-        vocab_size, eot = VOCABULARIES[self.tokenizer]
         fields = {
             "format": 3 if len(self.files) > len(shards) else 2,
             "tokenizer": self.tokenizer,
-            "vocab_size": vocab_size,
-            "eot": eot,
+            "vocab_size": self.vocab_size,
+            "eot": self.eot,
             "source": self.source,
             "shards": shards,
         } | ({"options": self.options} if self.options else {})
@@ -98,16 +103,17 @@ def read_manifest(folder: Path) -> Manifest | None:
     path = folder / MANIFEST
     try:
         fields = json.loads(read_regular(path))
-        if fields["format"] not in (1, 2, 3) or fields["tokenizer"] not in VOCABULARIES:
-            raise ValueError(f"format {fields['format']!r}, tokenizer {fields['tokenizer']!r}")
+        made_with = fields["tokenizer"]
+        if fields["format"] not in (1, 2, 3) or not is_name(made_with):
+            raise ValueError(f"format {fields['format']!r}, tokenizer {made_with!r}")
+        ids = VOCABULARIES.get(made_with) or (int(fields["vocab_size"]), int(fields["eot"]))
         files = {}
         for name, info in fields["shards"].items():
             files[name] = info | {"max_token": int(info["max_token"])}
             if "mask" in info:
                 files[mask_path(Path(name)).name] = dict(files[name].pop("mask"))
-        return Manifest(
-            fields["tokenizer"], fields["source"], files, dict(fields.get("options") or {})
-        )
+        options = dict(fields.get("options") or {})
+        return Manifest(made_with, *ids, fields["source"], files, options)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged file can have any content

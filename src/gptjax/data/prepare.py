@@ -24,12 +24,7 @@ from gptjax.data import corpora
 from gptjax.data.corpora import Corpus, Pair
 from gptjax.data.manifest import MANIFEST, Files, Manifest, describe, read_manifest
 from gptjax.data.shards import MAX_TOKENS, DataError, mask_path, write_shard
-from gptjax.data.tokenizers import (
-    ByteTokenizer,
-    GPT2Tokenizer,
-    TokenizerChoice,
-    choose_tokenizer,
-)
+from gptjax.data.tokenizers import AnyTokenizer, JsonTokenizer, choose_tokenizer
 from gptjax.terminal import printable
 from gptjax.user_folders import data_folder
 
@@ -38,9 +33,11 @@ _BOM = "\ufeff"  # byte order mark
 
 # Documents are cut into pieces of about this many characters, which the threads tokenize. A cut is
 # made only after a newline between two characters that are not white space. GPT-2's BPE never
-# merges across such a newline, so the tokens equal the tokens of the complete document.
+# merges across such a newline, so the tokens equal the tokens of the complete document. A
+# tokenizer.json that does, or that adds a space before each text, tokenizes complete documents.
 _PIECE_CHARACTERS, _PIECES_AT_ONCE = 1 << 16, 1024
 _CUT = re.compile(r"(?<=\S)\n(?=\S)")
+_CUT_TEXTS = ("a\nb", "1.\n2", "é)\n(É", "the\nthe")
 
 
 class PrepareError(DataError, ValueError):
@@ -55,9 +52,9 @@ class Options:
     """Folder of the datasets, created if it does not exist."""
     name: str | None = None
     """Name of the dataset's folder in data-dir. None: CORPUS_TOKENIZER, such as stdlib_byte."""
-    tokenizer: TokenizerChoice = "auto"
+    tokenizer: str = "auto"
     """gpt2 (BPE) needs a network or TIKTOKEN_CACHE_DIR; byte needs no files; auto: gpt2 if
-    available, else byte with a note."""
+    available, else byte with a note. Or the path of a tokenizer.json, or of a folder with one."""
     val_fraction: float = 0.05
     """Fraction of the text in the validation split: complete documents, or the end of a single
     document."""
@@ -69,6 +66,9 @@ class Options:
     """Seed of the choice of validation documents."""
     overwrite: bool = False
     """Prepare the dataset again if it exists."""
+    eot: str | None = None
+    """End-of-text token of a tokenizer.json. None: eos_token of the tokenizer_config.json beside
+    it, or the only special token with a usual name."""
 
     def recorded(self) -> dict[str, Any]:
         """Return the options in dataset.json. Together with the text, they determine the shards."""
@@ -108,6 +108,7 @@ def prepare_corpus(
             be empty.
         CorpusError: the text cannot be downloaded or read.
         TokenizerUnavailable: the files of tokenizer "gpt2" are not available.
+        TokenizerError: the tokenizer.json cannot be used.
     """
     o, most = options, MAX_TOKENS
     sizes = 0 < o.val_fraction < 1 and 2 <= o.shard_tokens <= most
@@ -117,7 +118,7 @@ def prepare_corpus(
             f"least 1 and seed of at least 0, found {o.val_fraction}, {o.shard_tokens}, "
             f"{o.workers} and {o.seed}"
         )
-    tokenizer, note = choose_tokenizer(options.tokenizer)
+    tokenizer, note = choose_tokenizer(options.tokenizer, options.eot)
     if note:
         log(note)
     name = f"{corpus_name}_{tokenizer.name}" if options.name is None else options.name
@@ -129,8 +130,9 @@ def prepare_corpus(
                     f"{final} exists and was not made by gptjax (no {MANIFEST}); choose another "
                     "--name"
                 )
-            wanted = {"source": corpus.source, "tokenizer": tokenizer.name, **options.recorded()}
-            found = {"source": manifest.source, "tokenizer": manifest.tokenizer}
+            wanted = {"source": corpus.source, "tokenizer": tokenizer.name, "eot": tokenizer.eot}
+            wanted |= options.recorded()
+            found = {name: getattr(manifest, name) for name in ("source", "tokenizer", "eot")}
             found = wanted | found | manifest.options
             if not options.overwrite and wanted != found:
                 raise PrepareError(
@@ -145,8 +147,10 @@ def prepare_corpus(
         partial.mkdir()
         try:
             train, val = _write_shards(partial, final.name, corpus, tokenizer, options, log)
-            manifest = Manifest(tokenizer.name, corpus.source, train | val, options.recorded())
-            manifest.write(partial)
+            if isinstance(tokenizer, JsonTokenizer):
+                tokenizer.save(partial)
+            about = (tokenizer.name, tokenizer.vocab_size, tokenizer.eot, corpus.source)
+            Manifest(*about, train | val, options.recorded()).write(partial)
             if final.exists():
                 shutil.rmtree(final)
             os.replace(partial, final)
@@ -223,8 +227,20 @@ class _Piece(NamedTuple):
     counts: bool = True  # not a prompt
 
 
-def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Piece]:
-    """Yield the documents in order, long ones in several pieces."""
+def _can_cut(tokenizer: AnyTokenizer) -> bool:
+    """Return whether tokens end at the newlines at which documents are cut."""
+    cuts = [_CUT.split(text) for text in _CUT_TEXTS]
+    parts = tokenizer.encode_batch([part for a, b in cuts for part in (f"{a}\n", b)])
+    return all(
+        np.array_equal(whole, np.concatenate(parts[2 * i : 2 * i + 2]))
+        for i, whole in enumerate(tokenizer.encode_batch(_CUT_TEXTS))
+    )
+
+
+def _pieces(
+    corpus: Corpus, sizes: np.ndarray, options: Options, cuts: bool = True
+) -> Iterator[_Piece]:
+    """Yield the documents in order, long ones in several pieces if `cuts`."""
     if np.count_nonzero(sizes) == 1 and not corpus.masked:
         (text,) = (text.removeprefix(_BOM) for text in corpus.documents() if text)
         cut = max(1, min(round(len(text) * (1 - options.val_fraction)), len(text) - 1))
@@ -242,7 +258,7 @@ def _pieces(corpus: Corpus, sizes: np.ndarray, options: Options) -> Iterator[_Pi
             continue
         text, begin = document.removeprefix(_BOM), 0
         while begin < len(text):
-            cut = _CUT.search(text, begin + _PIECE_CHARACTERS)
+            cut = _CUT.search(text, begin + _PIECE_CHARACTERS) if cuts else None
             end = cut.end() if cut else len(text)
             yield _Piece(text[begin:end], split, begin == 0)
             begin = end
@@ -256,10 +272,12 @@ class _Shards:
         number: number of the first shard.
         shard_tokens: tokens in a shard; the last shard holds the rest.
         masked: whether each shard has a loss mask.
+        ids: number of ids of the tokenizer.
     """
 
-    def __init__(self, prefix: str, number: int, shard_tokens: int, masked: bool):
+    def __init__(self, prefix: str, number: int, shard_tokens: int, masked: bool, ids: int):
         self._prefix, self._number, self._size, self._masked = prefix, number, shard_tokens, masked
+        self._ids = ids
         self._parts: list[tuple[np.ndarray, np.ndarray]] = []
         self._count, self._files = 0, {}
 
@@ -285,7 +303,7 @@ class _Shards:
         path = Path(f"{self._prefix}_{self._number:06d}.bin")
         columns = [np.concatenate(column) for column in zip(*self._parts, strict=True)]
         for file, column in zip((path, mask_path(path))[: 1 + self._masked], columns, strict=False):
-            write_shard(file, column[: self._size])
+            write_shard(file, column[: self._size], vocab_size=self._ids)
             self._files[file.name] = describe(file)
         tokens, counts = (column[self._size :] for column in columns)
         self._parts, self._count, self._number = [(tokens, counts)], tokens.size, self._number + 1
@@ -295,22 +313,25 @@ def _write_shards(
     folder: Path,
     name: str,
     corpus: Corpus,
-    tokenizer: GPT2Tokenizer | ByteTokenizer,
+    tokenizer: AnyTokenizer,
     options: Options,
     log: Callable[[str], object],
 ) -> tuple[Files, Files]:
     """Tokenize a corpus to shards in `folder`. Return the training and the validation files."""
     sizes, workers = corpus.measure(), options.workers or os.cpu_count() or 1
     done, logged = 0, time.monotonic()
+    how = (options.shard_tokens, corpus.masked, tokenizer.vocab_size)
     train, val = (
-        _Shards(f"{folder / name}_{split}", first, options.shard_tokens, corpus.masked)
+        _Shards(f"{folder / name}_{split}", first, *how)
         for split, first in (("train", 1), ("val", 0))
     )
-    for batch in itertools.batched(_pieces(corpus, sizes, options), _PIECES_AT_ONCE):
+    pieces = _pieces(corpus, sizes, options, _can_cut(tokenizer))
+    for batch in itertools.batched(pieces, _PIECES_AT_ONCE):
         encoded = tokenizer.encode_batch([piece.text for piece in batch], workers=workers)
         for piece, tokens in zip(batch, encoded, strict=True):
             if piece.first:
-                tokens = np.append(np.uint16(tokenizer.eot), tokens)
+                begin = np.array([tokenizer.eot, *tokenizer.prefix], tokens.dtype)
+                tokens = np.concatenate([begin, tokens])
             counts = np.full(tokens.size, piece.counts, np.uint8)
             counts[: int(piece.first)] = 1  # EOT ends the previous answer
             (train, val)[piece.split].add(tokens, counts)

@@ -1,22 +1,43 @@
-"""Tokenizers: GPT-2's BPE if its files are available, and UTF-8 bytes.
+"""Tokenizers: GPT-2's BPE if its files are available, UTF-8 bytes, and any `tokenizer.json`.
 
 `get_tokenizer("gpt2")` needs two public files (1.5 MB), which tiktoken downloads once and caches.
 It raises `TokenizerUnavailable` within seconds if neither the cache nor the network has the files.
 `choose_tokenizer("auto")` then returns the byte tokenizer and a note for the user.
+
+A `tokenizer.json` stays beside the shards, in the folder of a run and in an exported folder. The
+file tokenizer_config.json in the same folder names the end-of-text token, as in Hugging Face's
+folders.
 """
 
+import functools
+import hashlib
+import itertools
+import json
+import os
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from gptjax.data.shards import DataError
+from gptjax.data.shards import NARROW_IDS, DataError
+from gptjax.files import read_regular, write_atomically
 
 EOT_TEXT = "<|endoftext|>"
 TOKENIZERS = ("gpt2", "byte")
-type TokenizerChoice = Literal["auto", "gpt2", "byte"]
+TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+# Files of a tokenizer.json that are copied with it.
+TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "chat_template.jinja")
+BYTES = 256
+# Names of the end-of-text token in published tokenizers.
+_EOT_TEXTS = {EOT_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end|>"}
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_JSON_NAME = "json-"
+# Names of tokenizer.json files that have the tokens of GPT-2 and of bytes, by digest.
+_KNOWN = {"a57a62dc": "gpt2", "c2c32773": "byte"}
 
 # The BPE files load in 0.2 s from the cache and in 1 to 2 s from the network. tiktoken's download
 # has no timeout: behind a firewall that drops packets, the download would hang for minutes.
@@ -24,7 +45,11 @@ _LOAD_SECONDS = 15.0
 
 
 class TokenizerUnavailable(DataError, RuntimeError):
-    """The BPE files of a tokenizer are neither cached nor downloadable."""
+    """The files of a tokenizer are neither cached nor downloadable, or its package is missing."""
+
+
+class TokenizerError(DataError, ValueError):
+    """A tokenizer of an unknown name, or a tokenizer.json that cannot be used."""
 
 
 @runtime_checkable
@@ -32,17 +57,21 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer. The methods are thread-safe.
 
     Attributes:
-        name: "gpt2" or "byte".
+        name: "gpt2", "byte", or the name of a tokenizer.json: equal names mean equal ids.
         vocab_size: number of ids.
         eot: end-of-text id, which precedes each document.
+        prefix: ids between the end-of-text id and the text of a document, and before a prompt.
     """
 
     name: str
     vocab_size: int
     eot: int
+    prefix: tuple[int, ...] = ()
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the token ids of `text`, uint16 of shape (tokens,).
+        """Return the token ids of `text` without `prefix`, of shape (tokens,).
+
+        The dtype is uint16, or uint32 for more than 65,536 ids.
 
         `<|endoftext|>` in the text is encoded as plain text.
         """
@@ -57,7 +86,7 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes, and id 256 for the end of a text. This tokenizer needs no files."""
 
     name = "byte"
@@ -65,11 +94,7 @@ class ByteTokenizer:
     eot = 256
 
     def encode(self, text: str) -> np.ndarray:
-        try:
-            content = text.encode()
-        except UnicodeEncodeError:  # JSON allows lone surrogates; replace them as tiktoken does
-            content = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
-        return np.frombuffer(content, np.uint8).astype(np.uint16)
+        return np.frombuffer(_valid(text).encode(), np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
         """Return `encode` of each text."""
@@ -85,7 +110,7 @@ class ByteTokenizer:
         return content.decode(errors="replace")
 
 
-class GPT2Tokenizer:
+class GPT2Tokenizer(Tokenizer):
     """GPT-2's byte-level BPE from tiktoken."""
 
     name = "gpt2"
@@ -116,36 +141,208 @@ class GPT2Tokenizer:
         return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")
 
 
-# Number of ids and end-of-text id of each tokenizer, without loading GPT-2's files.
-VOCABULARIES = {kind.name: (kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)}
+class JsonTokenizer(Tokenizer):
+    """A `tokenizer.json`: a byte-level BPE, or a tokenizer of SentencePiece's kind.
+
+    Special tokens in a text are encoded as plain text, and have no bytes in `byte_lengths`.
+
+    Args:
+        path: the file, or a folder that contains it.
+        eot: end-of-text token. None: eos_token of tokenizer_config.json, or the only special token
+            with a usual name.
+
+    Attributes:
+        fields: content of the file.
+        config: content of tokenizer_config.json, with the end-of-text token.
+        ids: id of each token.
+        special: special tokens and their ids.
+
+    Raises:
+        TokenizerError: the file cannot be used, or the end-of-text token is not known.
+        TokenizerUnavailable: the package tokenizers is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike, eot: str | None = None) -> None:
+        try:
+            import tokenizers
+        except ImportError as error:
+            raise TokenizerUnavailable(
+                f"{path}: a tokenizer.json needs the package tokenizers, found none; pip install "
+                "-e '.[tokenizers]'"
+            ) from error
+        file = _json_file(path)
+        self._file, self.fields = file, _read_fields(file)
+        self.ids, self.name = _ids(self.fields), _name(self.fields)
+        added = {token["content"]: token for token in self.fields["added_tokens"]}
+        self.special = {text: self.ids[text] for text in added if added[text]["special"]}
+        self.vocab_size = max(self.ids.values()) + 1
+        config = file.with_name(TOKENIZER_CONFIG)
+        self.config = _read_fields(config) if config.exists() else {}
+        self.config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        self.config["eos_token"] = self._end_of_text(eot)
+        self.eot = self.ids[self.config["eos_token"]]
+        self._dtype = np.uint16 if self.vocab_size <= NARROW_IDS else np.uint32
+        self._bytes = self._token_bytes(added)
+        try:
+            self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self.fields))
+            self._bpe.no_truncation()
+            self._bpe.no_padding()
+            started = self._bpe.encode("a")
+        except Exception as error:  # the package raises plain Exceptions
+            raise TokenizerError(f"{file}: {error}") from error
+        before = itertools.takewhile(lambda i: started.sequence_ids[i] is None, range(len(started)))
+        self.prefix = tuple(started.ids[i] for i in before if started.ids[i] != self.eot)
+        self._bpe.encode_special_tokens = True
+
+    def _end_of_text(self, given: str | None) -> str:
+        named = given or self.config.get("eos_token")
+        named = named["content"] if isinstance(named, dict) else named
+        usual = [*self.special] if len(self.special) == 1 else _EOT_TEXTS & {*self.special}
+        found = [text for text in ([named] if named else usual) if text in self.ids]
+        if len(found) == 1:
+            return found[0]
+        raise TokenizerError(
+            f"{self._file}: expected one end-of-text token, found "
+            f"{f'no token {named!r}' if named else ' and '.join(sorted(usual)) or 'none'}; choose "
+            f"one with --eot, such as one of {', '.join([*self.special][:8])}"
+        )
+
+    def _token_bytes(self, added: dict[str, Any]) -> list[bytes]:
+        """Return the bytes of each id: decoding is then independent of the neighbouring tokens."""
+        kinds, table = {*_types(self.fields.get("decoder"))}, [b""] * self.vocab_size
+        if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
+            raise TokenizerError(
+                f"{self._file}: expected a decoder of bytes (ByteLevel, Metaspace or "
+                f"ByteFallback), found {', '.join(sorted(kinds)) or 'none'}"
+            )
+        byte_of = {character: byte for byte, character in enumerate(byte_characters())}
+        for text, id in self.ids.items():
+            if text in added:
+                table[id] = text.encode()
+            elif "ByteLevel" in kinds:
+                table[id] = bytes(byte_of[character] for character in text)
+            elif "ByteFallback" in kinds and _BYTE.fullmatch(text):
+                table[id] = bytes([int(text[3:5], 16)])
+            else:
+                table[id] = text.replace("\u2581", " ").encode()
+        return table
+
+    def encode(self, text: str) -> np.ndarray:
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
+        """Return `encode` of each text. RAYON_NUM_THREADS sets the threads, not `workers`."""
+        texts = [_valid(text) for text in texts]
+        found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=self._dtype) for each in found]
+
+    def byte_lengths(self) -> np.ndarray:
+        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,)."""
+        lengths = np.array([*map(len, self._bytes)], np.int32)
+        lengths[[*self.special.values(), self.eot]] = 0
+        return lengths
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        return b"".join(self._bytes[i] for i in _checked(ids, self)).decode(errors="replace")
+
+    def save(self, folder: Path) -> None:
+        """Write the files of the tokenizer to a folder, each atomically."""
+        config = json.dumps(self.config, ensure_ascii=False, indent=1) + "\n"
+        copy_tokenizer(self._file.parent, folder)
+        write_atomically(folder / TOKENIZER_JSON, read_regular(self._file))
+        write_atomically(folder / TOKENIZER_CONFIG, config.encode())
 
 
-def model_options(name: str) -> str:
-    """Return the options of train.py for a model of the ids of a tokenizer, padded to 128."""
-    ids = VOCABULARIES[name][0]
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer.json from folder to folder."""
+    for name in TOKENIZER_FILES:
+        if (source / name).exists():
+            write_atomically(folder / name, read_regular(source / name))
+
+
+def name_in(folder: Path) -> str | None:
+    """Return the name of the tokenizer.json in a folder, or None without one.
+
+    The name is "gpt2" or "byte" for files with their tokens.
+
+    Raises:
+        TokenizerError: the file cannot be used.
+    """
+    file = folder / TOKENIZER_JSON
+    return _name(_read_fields(file)) if file.exists() else None
+
+
+@functools.cache
+def byte_characters() -> tuple[str, ...]:
+    """Return the character that stands for each byte in GPT-2's files.
+
+    Printable characters of Latin-1 stand for themselves; other characters are shifted to U+0100 and
+    up.
+    """
+    itself = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
+    itself |= set(range(ord("®"), ord("ÿ") + 1))
+    shifted = iter(range(BYTES, 2 * BYTES))
+    return tuple(chr(byte) if byte in itself else chr(next(shifted)) for byte in range(BYTES))
+
+
+type AnyTokenizer = GPT2Tokenizer | ByteTokenizer | JsonTokenizer
+
+
+class Vocabulary(NamedTuple):
+    """Number of ids and end-of-text id of a tokenizer."""
+
+    size: int
+    eot: int
+
+
+# Without loading GPT-2's files.
+VOCABULARIES = {
+    kind.name: Vocabulary(kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)
+}
+
+
+def model_options(ids: int) -> str:
+    """Return the options of train.py for a model of this number of ids, padded to 128."""
     padded = -(-ids // 128) * 128
     return f"--model.vocab-size {ids} --model.padded-vocab-size {padded}"
 
 
-def get_tokenizer(name: str) -> GPT2Tokenizer | ByteTokenizer:
-    """Return the tokenizer "gpt2" or "byte".
+def is_name(name: object) -> bool:
+    """Return whether `name` is the name of a tokenizer, such as gpt2 or json-1a2b3c4d."""
+    return name in TOKENIZERS or (isinstance(name, str) and name.startswith(_JSON_NAME))
+
+
+def get_tokenizer(name: str | os.PathLike, *, eot: str | None = None) -> AnyTokenizer:
+    """Return the tokenizer "gpt2" or "byte", or of a `tokenizer.json`.
+
+    Args:
+        name: "gpt2", "byte", or the path of a tokenizer.json or of a folder that contains one.
+        eot: end-of-text token of a tokenizer.json that does not name it.
 
     Raises:
-        ValueError: unknown name.
-        TokenizerUnavailable: the files of "gpt2" are neither cached nor downloadable.
+        TokenizerError: unknown name, or a file that cannot be used; a ValueError.
+        TokenizerUnavailable: the files of "gpt2" are neither cached nor downloadable, or the
+            package tokenizers is not installed.
     """
-    if name not in TOKENIZERS:
-        raise ValueError(f"unknown tokenizer {name!r}; choose one of {', '.join(TOKENIZERS)}")
-    return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()
+    if name in TOKENIZERS:
+        if eot is not None:
+            raise TokenizerError(f"the tokenizer {name} has an end-of-text token; leave out --eot")
+        return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()
+    if not _json_file(name).is_file():
+        raise TokenizerError(
+            f"unknown tokenizer {os.fspath(name)!r}; choose one of {', '.join(TOKENIZERS)}, or the "
+            "path of a tokenizer.json"
+        )
+    return JsonTokenizer(name, eot)
 
 
-def choose_tokenizer(choice: str) -> tuple[GPT2Tokenizer | ByteTokenizer, str | None]:
+def choose_tokenizer(choice: str, eot: str | None = None) -> tuple[AnyTokenizer, str | None]:
     """Return the tokenizer `choice`, and a note for the user or None.
 
     "auto" is gpt2 if available, else byte with a note. Raises the errors of `get_tokenizer`.
     """
     if choice != "auto":
-        return get_tokenizer(choice), None
+        return get_tokenizer(choice, eot=eot), None
     try:
         return get_tokenizer("gpt2"), None
     except TokenizerUnavailable as error:
@@ -153,6 +350,57 @@ def choose_tokenizer(choice: str) -> tuple[GPT2Tokenizer | ByteTokenizer, str | 
             "NOTE: using the BYTE tokenizer (257 ids), because GPT-2's is not available. Losses "
             f"are per byte, not comparable with GPT-2's. {error}"
         )
+
+
+def _valid(text: str) -> str:
+    """Replace lone surrogates, which JSON allows, as tiktoken does."""
+    try:
+        text.encode()
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _json_file(path: str | os.PathLike) -> Path:
+    path = Path(path)
+    return path / TOKENIZER_JSON if path.is_dir() else path
+
+
+def _read_fields(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a tokenizer."""
+    try:
+        fields = json.loads(read_regular(file))
+        if file.name == TOKENIZER_CONFIG or {"model", "added_tokens"} <= fields.keys():
+            return fields
+        found = f"the fields {sorted(fields)[:9]}"
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        found = str(error)
+    raise TokenizerError(f"{file}: expected a tokenizer.json of Hugging Face, found {found}")
+
+
+def _ids(fields: dict[str, Any]) -> dict[str, int]:
+    """Return the id of each token of a tokenizer.json."""
+    tokens = fields["model"]["vocab"]
+    if isinstance(tokens, list):  # Unigram: pairs of token and score
+        tokens = {token: id for id, (token, _) in enumerate(tokens)}
+    return tokens | {token["content"]: token["id"] for token in fields["added_tokens"]}
+
+
+def _name(fields: dict[str, Any]) -> str:
+    """Return a name that depends on tokens, ids and merges only, not on their serialization."""
+    merges = fields["model"].get("merges") or []
+    pairs = [each if isinstance(each, str) else " ".join(each) for each in merges]
+    content = json.dumps([sorted(_ids(fields).items()), pairs]).encode()
+    digest = hashlib.sha256(content).hexdigest()[:8]
+    return _KNOWN.get(digest, _JSON_NAME + digest)
+
+
+def _types(part: dict[str, Any] | None) -> Iterator[str]:
+    """Yield the type of a part of a tokenizer.json, and of the parts of a sequence."""
+    if part:
+        yield part["type"]
+        for inner in part.get("decoders") or part.get("pretokenizers") or []:
+            yield from _types(inner)
 
 
 def _checked(ids: Sequence[int] | np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

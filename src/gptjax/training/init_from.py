@@ -98,7 +98,8 @@ def check_tokenizer(source: Source, dataset: Dataset) -> None:
     if source.tokenizer not in (None, dataset.tokenizer):
         raise ConfigError(
             f"--init-from {source} has the tokenizer {source.tokenizer}, and {dataset.path} has "
-            f"{dataset.tokenizer}; prepare the data with --tokenizer {source.tokenizer}"
+            f"{dataset.tokenizer}; prepare the data with --tokenizer "
+            f"{source.tokenizer_at or source.tokenizer}"
         )
 
 

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
-from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.models.base import count_targets
 from gptjax.timeline import Span, Timeline
 
@@ -59,8 +58,8 @@ class Inputs:
         dataset.validate(config.model.vocab_size, max(lengths))
         try:
             texts = config.sample_every or config.eval_every
-            tokenizer = data.get_tokenizer(dataset.tokenizer) if texts else None
-        except data.TokenizerUnavailable as error:
+            tokenizer = dataset.load_tokenizer() if texts else None
+        except (data.TokenizerUnavailable, data.DatasetError) as error:
             raise ConfigError(
                 f"{error}; or train without texts: --sample-every 0 --eval-every 0"
             ) from error
@@ -202,8 +201,7 @@ def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
     Raises:
         ConfigError: samples or evaluations need a tokenizer with more ids than the model.
     """
-    name, model_ids = dataset.tokenizer, config.model.vocab_size
-    ids = VOCABULARIES[name][0]
+    name, ids, model_ids = dataset.tokenizer, dataset.vocab_size, config.model.vocab_size
     if ids <= model_ids:
         return dataset
     fewer = f"the model has {model_ids:,} ids, and the tokenizer {name} has {ids:,}"
@@ -216,7 +214,7 @@ def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
     if dataset.listed:
         return dataset
     note = f"{dataset.path} has no dataset.json, and {fewer}: the tokenizer is unknown"
-    return dataclasses.replace(dataset, tokenizer="unknown", note=note)
+    return dataclasses.replace(dataset, tokenizer="unknown", eot=None, note=note)
 
 
 def _eot(config: Config, dataset: data.Dataset) -> int | None:

@@ -4,27 +4,20 @@ tiktoken stores only the bytes of each token. The ids are in the order of the me
 byte-pair encoding with all smaller ids splits the bytes of a token into its two parts.
 """
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
-from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
-
-BYTES = 256
-
-
-@functools.cache
-def byte_characters() -> tuple[str, ...]:
-    """Return the character that stands for each byte in GPT-2's files.
-
-    Printable characters of Latin-1 stand for themselves; other characters are shifted to U+0100 and
-    up.
-    """
-    itself = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1)}
-    itself |= set(range(ord("®"), ord("ÿ") + 1))
-    shifted = iter(range(BYTES, 2 * BYTES))
-    return tuple(chr(byte) if byte in itself else chr(next(shifted)) for byte in range(BYTES))
+from gptjax.data.tokenizers import (
+    BYTES,
+    EOT_TEXT,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    AnyTokenizer,
+    GPT2Tokenizer,
+    JsonTokenizer,
+    byte_characters,
+)
 
 
 def text_of(token: bytes) -> str:
@@ -53,33 +46,31 @@ def _parts(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     return first, second
 
 
-def save_tokenizer(name: str, folder: Path, block_size: int) -> None:
+def save_tokenizer(tokenizer: AnyTokenizer, folder: Path, block_size: int) -> None:
     """Write a tokenizer and generation_config.json, so that `transformers` reads them offline.
 
     Args:
-        name: "gpt2" or "byte".
         folder: an existing folder.
         block_size: maximum length of a sequence.
-
-    Raises:
-        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
     """
-    tokenizer = get_tokenizer(name)
     config = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT, "unk_token": EOT_TEXT}
     config |= {"add_prefix_space": False, "model_max_length": block_size}
-    if isinstance(tokenizer, GPT2Tokenizer):
+    if isinstance(tokenizer, JsonTokenizer):
+        tokenizer.save(folder)
+    elif isinstance(tokenizer, GPT2Tokenizer):
         tokens = tokenizer.token_bytes()
         vocabulary = {text_of(token): id for id, token in enumerate(tokens)}
         _write_json(folder / "vocab.json", vocabulary | {EOT_TEXT: tokenizer.eot})
         lines = [f"{text_of(a)} {text_of(b)}\n" for a, b in merges(tokens)]
         (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(lines), encoding="utf-8")
-        kind = "GPT2Tokenizer"
+        _write_json(folder / TOKENIZER_CONFIG, config | {"tokenizer_class": "GPT2Tokenizer"})
     else:
-        _write_json(folder / "tokenizer.json", _byte_tokenizer(tokenizer.eot))
-        kind = "PreTrainedTokenizerFast"
-    _write_json(folder / "tokenizer_config.json", config | {"tokenizer_class": kind})
-    ends = {"bos_token_id": tokenizer.eot, "eos_token_id": tokenizer.eot}
-    _write_json(folder / "generation_config.json", ends | {"pad_token_id": tokenizer.eot})
+        _write_json(folder / TOKENIZER_JSON, _byte_tokenizer(tokenizer.eot))
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        _write_json(folder / TOKENIZER_CONFIG, config)
+    begin, end = (*tokenizer.prefix, tokenizer.eot)[0], tokenizer.eot
+    ends = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
+    _write_json(folder / "generation_config.json", ends)
 
 
 def _byte_tokenizer(eot: int) -> dict[str, Any]:

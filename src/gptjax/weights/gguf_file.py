@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from gptjax.data.tokenizers import EOT_TEXT, GPT2Tokenizer, get_tokenizer
+from gptjax.data.tokenizers import EOT_TEXT, AnyTokenizer, GPT2Tokenizer, JsonTokenizer
 from gptjax.models.base import Model
 from gptjax.models.llama3 import frequencies
 from gptjax.weights.architectures import ARCHITECTURES, Architecture, of_config
@@ -20,19 +20,28 @@ from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import replacing
 from gptjax.weights.params import check_model, host_arrays
 
+# Llama 3's pre-tokenizer, which llama.cpp implements for the type "llama-bpe".
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
-def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> None:
+
+def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name: str) -> bool:
     """Write a model as a GGUF file. The file is written atomically.
 
     Args:
         path: the file.
-        tokenizer: "gpt2" to store GPT-2's BPE; other tokenizers are not stored.
+        tokenizer: stored if it is GPT-2's, or a byte-level BPE with the pre-tokenizer of GPT-2 or
+            Llama 3.
         name: value of general.name.
+
+    Returns:
+        Whether the file has the tokenizer.
 
     Raises:
         WeightsError: the package gguf is missing, the model is of another class or a subclass, or
             the file cannot be written.
-        TokenizerUnavailable: the files of GPT-2's tokenizer are neither cached nor downloadable.
     """
     check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
     try:
@@ -54,10 +63,14 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
     for key, value in (sizes | architecture.metadata(config)).items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{architecture.name}.{key}", value)
-    if tokenizer == GPT2Tokenizer.name:
-        _add_gpt2_bpe(writer, gguf.TokenType, config.vocab_size)
-    else:
-        writer.add_tokenizer_model("none")
+    pre, kinds = _pre_tokenizer(tokenizer), gguf.TokenType
+    if isinstance(tokenizer, GPT2Tokenizer):
+        _add_gpt2_bpe(writer, kinds, tokenizer, config.vocab_size)
+    elif isinstance(tokenizer, JsonTokenizer) and pre is not None:
+        _add_json_bpe(writer, kinds, tokenizer, config.vocab_size)
+    if pre is not None:
+        writer.add_tokenizer_pre(pre)
+    writer.add_tokenizer_model("none" if pre is None else "gpt2")
     for tensor, array in _tensors(model, architecture):
         writer.add_tensor(tensor, np.ascontiguousarray(array, np.float32))
     with replacing(path) as temporary:
@@ -67,15 +80,43 @@ def save_gguf(model: Model, path: Path, *, tokenizer: str | None, name: str) -> 
             writer.write_tensors_to_file()
         finally:
             writer.close()
+    return pre is not None
 
 
-def _add_gpt2_bpe(writer: Any, kinds: Any, vocab_size: int) -> None:
-    tokenizer = get_tokenizer(GPT2Tokenizer.name)
-    assert isinstance(tokenizer, GPT2Tokenizer)
+def _pre_tokenizer(tokenizer: AnyTokenizer | None) -> str | None:
+    """Return llama.cpp's type of a byte-level BPE, or None if llama.cpp splits texts otherwise."""
+    if not isinstance(tokenizer, JsonTokenizer):
+        return "gpt-2" if isinstance(tokenizer, GPT2Tokenizer) else None
+    first = tokenizer.fields.get("pre_tokenizer") or {"type": None}
+    *splits, last = first.get("pretokenizers", [first])
+    patterns = [split.get("pattern", {}).get("Regex") for split in splits]
+    for pre, regexes in (("gpt-2", []), ("llama-bpe", [LLAMA_3])):
+        level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not regexes}
+        bpe = tokenizer.fields["model"]["type"] == "BPE" and not tokenizer.fields.get("normalizer")
+        if bpe and patterns == regexes and last.items() >= level.items():
+            return pre
+    return None
+
+
+def _add_json_bpe(writer: Any, kinds: Any, tokenizer: JsonTokenizer, vocab_size: int) -> None:
+    tokens, types = [f"[PAD{id}]" for id in range(vocab_size)], [kinds.UNUSED] * vocab_size
+    added = {token["content"] for token in tokenizer.fields["added_tokens"]}
+    for text, id in tokenizer.ids.items():
+        tokens[id], types[id] = text, kinds.USER_DEFINED if text in added else kinds.NORMAL
+    for id in tokenizer.special.values():
+        types[id] = kinds.CONTROL
+    merges = tokenizer.fields["model"]["merges"]
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    writer.add_bos_token_id((*tokenizer.prefix, tokenizer.eot)[0])
+    writer.add_eos_token_id(tokenizer.eot)
+    writer.add_add_bos_token(bool(tokenizer.prefix))
+
+
+def _add_gpt2_bpe(writer: Any, kinds: Any, tokenizer: GPT2Tokenizer, vocab_size: int) -> None:
     tokens = tokenizer.token_bytes()
     unused = range(tokenizer.vocab_size, vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list([*map(text_of, tokens), EOT_TEXT, *(f"[PAD{id}]" for id in unused)])
     writer.add_token_types(
         [kinds.NORMAL] * len(tokens) + [kinds.CONTROL] + [kinds.UNUSED] * len(unused)

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, cast
 
 from gptjax.data.tokenizers import (
     VOCABULARIES,
+    AnyTokenizer,
     Tokenizer,
-    TokenizerChoice,
     TokenizerUnavailable,
     get_tokenizer,
 )
@@ -39,7 +39,7 @@ def load(
     *,
     precision: Precision | None = None,
     step: int | None = None,
-    tokenizer: TokenizerChoice | None = "auto",
+    tokenizer: str | os.PathLike | None = "auto",
     **options: Any,
 ) -> Loaded:
     """Load a model and its tokenizer from disk.
@@ -53,9 +53,10 @@ def load(
             Face GPT-2 or Llama (folder or .safetensors file), or an llm.c .bin file.
         precision: precision of the model. None: the run's precision, and fp32 for other files.
         step: step of a run's checkpoint; None for the newest.
-        tokenizer: "auto": the tokenizer of the run's data; for other files, the tokenizer with the
-            model's vocabulary of 50,257 (or 50,304 with padding) or 257 ids, if any. A name selects
-            the tokenizer. None loads no tokenizer.
+        tokenizer: "auto": the tokenizer of the run's data; for other files, the tokenizer.json in
+            the folder, or else the tokenizer with the model's vocabulary of 50,257 (or 50,304 with
+            padding) or 257 ids, if any. "gpt2", "byte" or the path of a tokenizer.json selects the
+            tokenizer. None loads no tokenizer.
         options: fields of the model's config that do not change what the model computes: loss,
             loss_chunk, recompute, and fields of the architecture, such as attention. Missing
             options have their defaults, not the run's values.
@@ -68,7 +69,13 @@ def load(
     """
     source = sources.find(path, step=step)
     config = source.config(precision=precision, **options).for_evaluation()
-    chosen = _tokenizer(source.tokenizer if tokenizer == "auto" else tokenizer, config.vocab_size)
+    own = tokenizer == "auto"
+    chosen = _tokenizer(source.tokenizer_at if own else tokenizer, config.vocab_size)
+    if own and chosen is not None and chosen.name != source.tokenizer:
+        raise WeightsError(
+            f"{source.tokenizer_at}: expected the tokenizer {source.tokenizer} of the run, found "
+            f"{chosen.name}; restore its tokenizer.json"
+        )
     return Loaded(model_from_params(config, source.read(config)), chosen)
 
 
@@ -125,15 +132,18 @@ def _load(format: Any, path: str | os.PathLike, precision: Any, options: dict, m
     return model_from_params(config, source.read(config))
 
 
-def _tokenizer(name: str | None, vocab_size: int) -> Tokenizer | None:
+def _tokenizer(name: str | os.PathLike | None, vocab_size: int) -> AnyTokenizer | None:
     if name is None:
         return None
-    if name in VOCABULARIES and VOCABULARIES[name][0] > vocab_size:
-        raise WeightsError(
-            f"load: expected a model of at least the {VOCABULARIES[name][0]} ids of the tokenizer "
-            f"{name}, found a vocabulary of {vocab_size}"
-        )
+    ids = VOCABULARIES[name].size if name in VOCABULARIES else 0
     try:
-        return get_tokenizer(name)
+        tokenizer = get_tokenizer(name) if ids <= vocab_size else None
     except TokenizerUnavailable as error:
         raise TokenizerUnavailable(f"{error}; or load no tokenizer: tokenizer=None") from error
+    ids = tokenizer.vocab_size if tokenizer else ids
+    if ids > vocab_size:
+        raise WeightsError(
+            f"load: expected a model of at least the {ids} ids of the tokenizer {name}, found a "
+            f"vocabulary of {vocab_size}"
+        )
+    return tokenizer

@@ -16,7 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from gptjax.config import ConfigError, model_from_json
-from gptjax.data.tokenizers import TOKENIZERS, VOCABULARIES
+from gptjax.data.tokenizers import TOKENIZER_JSON, TOKENIZERS, VOCABULARIES, is_name, name_in
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
@@ -38,7 +38,9 @@ class Source:
         path: the folder or file that is read.
         stored: the model's config, with the defaults of the fields that are `operational`: the
             source's values may need another GPU.
-        tokenizer: "gpt2" or "byte"; None if the source does not determine it.
+        tokenizer: name of the tokenizer; None if the source does not determine it.
+        tokenizer_at: the tokenizer for `get_tokenizer`: "gpt2", "byte", or the folder with its
+            tokenizer.json; None if the source has none of them.
         format: `hf` or `llmc`: a module with `read_config(path)` and `tensors_of(path, config)`, an
             iterator of keys and host arrays. Their errors have no path. None for a checkpoint.
         meta: metadata of a checkpoint, from `checkpoint_files.read_meta`.
@@ -49,6 +51,7 @@ class Source:
     tokenizer: str | None
     format: Any = None
     meta: dict[str, Any] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+    tokenizer_at: str | None = None
 
     @property
     def architecture(self) -> str:
@@ -141,7 +144,12 @@ def find(path: str | os.PathLike, *, step: int | None = None) -> Source:
             raise WeightsError(f"{path}: expected a checkpoint, found a run without one")
         if step is not None:
             raise WeightsError(f"{path}: expected a run for step={step}; leave out the step")
-        return file_source(path, _format(path))
+        source = file_source(path, _format(path))
+        folder = path if path.is_dir() else path.parent
+        if source.format is hf and (name := name_in(folder)) is not None:
+            at = name if name in TOKENIZERS else str(folder)
+            source = dataclasses.replace(source, tokenizer=name, tokenizer_at=at)
+        return source
 
 
 def _format(path: Path) -> Any:
@@ -162,7 +170,8 @@ def file_source(path: Path, format: Any) -> Source:
     """Return the model in a file or folder. Raise WeightsError if it is not of this format."""
     with reading(path):
         stored = format.read_config(path)
-    return Source(path, stored, _TOKENIZERS.get(stored.vocab_size), format)
+    tokenizer = _TOKENIZERS.get(stored.vocab_size)
+    return Source(path, stored, tokenizer, format, tokenizer_at=tokenizer)
 
 
 def _checkpoint(folder: Path) -> Source:
@@ -176,7 +185,12 @@ def _checkpoint(folder: Path) -> Source:
     except (LookupError, ConfigError) as error:
         raise WeightsError(f"{folder}: {error.args[0]}") from error
     tokenizer = ((meta.get("data") or {}).get("dataset") or {}).get("tokenizer")
-    return Source(folder, stored, tokenizer if tokenizer in TOKENIZERS else None, meta=meta)
+    if not is_name(tokenizer):
+        return Source(folder, stored, None, meta=meta)
+    run = folder.absolute().parents[1]  # RUN/checkpoints/STEP
+    own = str(run) if (run / TOKENIZER_JSON).exists() else None
+    at = tokenizer if tokenizer in TOKENIZERS else own
+    return Source(folder, stored, tokenizer, meta=meta, tokenizer_at=at)
 
 
 def _put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
