@@ -1,14 +1,17 @@
 """gptjax.data.corpora: the documents of each source, and the errors."""
 
 import hashlib
+import importlib
 import io
 import json
+import sys
 import sysconfig
 import unittest.mock
 import urllib.error
 import urllib.request
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -140,3 +143,64 @@ def test_tinyshakespeare_without_a_network_is_an_error(monkeypatch, answer, foun
     says = f"could not download https.*{found}.*--file PATH.*gptjax.data stdlib"
     with pytest.raises(CorpusError, match=says):
         corpora.tinyshakespeare().measure()
+
+
+# ----------------------------------------------------------------------------------------- streams
+
+ROWS = [{"id": i, "body": f"row {i} é"} for i in range(5)]
+
+
+def test_rows_are_read_as_a_stream():
+    corpus = corpora.rows(iter(ROWS), "body", source="five rows", count=3)
+    assert corpus.measure is None and corpus.source == "five rows (field 'body', 3 rows)"
+    assert [*corpus.documents()] == ["row 0 é", "row 1 é", "row 2 é"]
+    with pytest.raises(CorpusError, match="five .* row 1: .*'text'.* NoneType; the .* id, body"):
+        [*corpora.rows(ROWS, source="five rows").documents()]
+    with pytest.raises(CorpusError, match="row 1: expected a text in 'id' .* found int"):
+        [*corpora.rows(ROWS, "id", source="five rows").documents()]
+
+
+def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
+    calls = []
+
+    def load_dataset(name, subset, *, split, streaming):
+        calls.append((name, subset, split, streaming))
+        if name == "no":
+            raise ConnectionError("no route to host")
+        return ROWS
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    corpus = corpora.hub("me/mine", "body", subset="small", count=2)
+    assert [*corpus.documents()] == ["row 0 é", "row 1 é"]
+    assert calls == [("me/mine", "small", "train", True)]
+    assert corpus.source == "datasets: me/mine small train (field 'body', 2 rows)"
+    with pytest.raises(CorpusError, match="datasets: no train: ConnectionError: no route"):
+        corpora.hub("no")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CorpusError, match=r"pip install -e '.\[datasets\]'"):
+        corpora.hub("me/mine")
+
+
+def test_parquet_files_are_streamed(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow", reason="the package pyarrow is in the extra `parquet`")
+    pq = importlib.import_module("pyarrow.parquet")
+    for name, part in (("a", ROWS[:3]), ("b", ROWS[3:])):
+        pq.write_table(pa.Table.from_pylist(part), tmp_path / f"{name}.parquet", row_group_size=2)
+    corpus = corpora.of_files([tmp_path], "body")
+    assert corpus.source == f"parquet: {tmp_path} (field 'body')"
+    assert [*corpus.documents()] == [row["body"] for row in ROWS]
+    with pytest.raises(CorpusError, match="a.parquet, row 1: .*'text'.* the fields are id, body"):
+        [*corpora.parquet([tmp_path]).documents()]
+    (tmp_path / "c.parquet").write_text("no parquet")
+    with pytest.raises(CorpusError, match="c.parquet: "):
+        [*corpora.parquet([tmp_path / "c.parquet"]).documents()]
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    with pytest.raises(CorpusError, match=r"pip install -e '.\[parquet\]'"):
+        corpora.parquet([tmp_path])
+
+
+def test_the_suffix_decides_how_files_are_read(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"body": "a"}')
+    (tmp_path / "b.txt").write_text("b")
+    assert [*corpora.of_files([tmp_path / "a.jsonl"], "body").documents()] == ["a"]
+    assert [*corpora.of_files([tmp_path]).documents()] == ['{"body": "a"}', "b"]

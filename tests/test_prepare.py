@@ -152,6 +152,23 @@ def test_an_empty_text_is_no_validation_split(tmp_path, rows):
         assert all(documents_of(made, "train", "val")) and tokens_of(made, "val").size > 5
 
 
+def test_a_stream_is_split_while_it_is_read(tmp_path):
+    rows = [{"text": f"row {i}"} for i in range(100)]
+    rows[7]["text"] = ""
+    corpus = corpora.rows(iter(rows), source="rows")  # an iterator can be read once only
+    options = Options(tmp_path, "rows", "byte", val_fraction=0.1)
+    made = prepare_corpus("rows", corpus, options)
+    train, val = documents_of(made, "train"), documents_of(made, "val")
+    number = {f"row {i}": i - (i > 7) for i in range(100)}
+    assert [number[text] // 10 for text in val] in ([*range(10)], [*range(9)])
+    expected = [row["text"] for row in rows if row["text"] and row["text"] not in val]
+    assert train == expected and val != [f"row {i}" for i in range(0, 100, 10)]
+    with pytest.raises(PrepareError, match="expected text for training and for validation"):
+        prepare_corpus(
+            "one", corpora.rows(rows[:1], source="one"), Options(tmp_path, "one", "byte")
+        )
+
+
 @pytest.mark.parametrize("count", [1, 3])
 def test_byte_order_marks_are_not_tokenized(tmp_path, count):
     contents = [f"text {number} \ufeff\n" * 99 for number in range(count)]

@@ -20,6 +20,7 @@ from gptjax.data import (
     get_tokenizer,
 )
 from gptjax.data import tokenizers as module
+from gptjax.data.__main__ import main
 
 
 @pytest.fixture(scope="module", params=["gpt2", "byte"])
@@ -198,6 +199,34 @@ def test_saved_files_have_the_same_tokenizer_and_end_of_text(tmp_path):
     named = {"eos_token": {"content": "<begin>"}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
     assert get_tokenizer(tmp_path).eot == 1
+
+
+def test_training_a_tokenizer(tmp_path, capsys, monkeypatch):
+    (tmp_path / "texts").mkdir()
+    for i, text in enumerate(tools.TEXTS):
+        (tmp_path / "texts" / f"{i:02}.txt").write_text(text)
+    out = tmp_path / "own.json"
+    command = ["train-tokenizer", str(tmp_path / "texts"), "--out", str(out)]
+    assert main([*command, "--vocab-size", "300"]) == 0
+    said = capsys.readouterr().out
+    assert "own.json: 300 ids" in said
+    tokenizer = get_tokenizer(out)
+    assert tokenizer.eot == 0 and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    text = "".join(tools.TEXTS)
+    assert len(tokenizer.encode(text)) < len(text) / 2
+    prepare = said.split("prepare a dataset: python -m gptjax.data ")[1].split()
+    assert main([*prepare, "--data-dir", str(tmp_path / "data")]) == 0
+    assert (tmp_path / "data" / f"text_{tokenizer.name}" / "tokenizer.json").is_file()
+
+    for more, says in (
+        (["--vocab-size", "300"], "own.json: expected the name of a new .json file"),
+        (["--vocab-size", "256"], "expected a vocab-size of at least 257, found 256"),
+    ):
+        assert main([*command, *more]) == 1
+        assert says in capsys.readouterr().err
+    out.unlink()
+    assert main([*command, "--vocab-size", "300"]) == 0
+    assert get_tokenizer(out).name == tokenizer.name  # training is deterministic
 
 
 def test_a_vocabulary_above_65536_ids_is_uint32(tmp_path):

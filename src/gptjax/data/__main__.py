@@ -16,7 +16,7 @@ from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.shards import DataError
-from gptjax.data.tokenizers import model_options
+from gptjax.data.tokenizers import model_options, train_bpe
 from gptjax.terminal import exit_code, interrupt, printable
 from gptjax.user_folders import data_folder
 
@@ -88,6 +88,62 @@ class Jsonl(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Parquet(Options):
+    """Parquet files, one document for each row; needs the extra [parquet]."""
+
+    paths: _Paths
+    """Files, folders (all files in them, at any depth) and globs such as 'dumps/*.parquet'."""
+    field: str = "text"
+    """Column that holds the text."""
+
+    def run(self) -> None:
+        _prepare("parquet", corpora.parquet(self.paths, self.field), self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Datasets(Options):
+    """A dataset of the Hugging Face Hub, read once as a stream; needs the extra [datasets]."""
+
+    dataset: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="DATASET")]]
+    """Name on the Hub, or a local folder."""
+    subset: str | None = None
+    """Subset (configuration) of the dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    field: str = "text"
+    """Field that holds the text."""
+    rows: int | None = None
+    """Number of rows to read. None: all rows."""
+
+    def run(self) -> None:
+        how = {"subset": self.subset, "split": self.split, "count": self.rows}
+        corpus = corpora.hub(self.dataset, self.field, **how)
+        _prepare(Path(self.dataset).name, corpus, self)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizer:
+    """Train a byte-level BPE and write a tokenizer.json; needs the extra [tokenizers]."""
+
+    paths: _Paths
+    """Text files, or .jsonl or .parquet files with texts in field."""
+    vocab_size: int = 32_768
+    """Number of ids, including 256 bytes and the end-of-text token."""
+    out: Path = Path("tokenizer.json")
+    """File to create, whose name ends in .json."""
+    field: str = "text"
+    """Field or column that holds the text."""
+
+    def run(self) -> None:
+        corpus = corpora.of_files(self.paths, self.field)
+        tokenizer = train_bpe(corpus.documents(), self.vocab_size, self.out)
+        print(printable(f"{self.out}: {tokenizer.vocab_size:,} ids, name {tokenizer.name}"))
+        kind = corpus.source.partition(":")[0]
+        command = ["python", "-m", "gptjax.data", kind, *self.paths, "--tokenizer", str(self.out)]
+        print(printable(f"prepare a dataset: {shlex.join(command)}"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class FineWeb:
     """FineWeb 10B, tokenized with GPT-2's BPE: download of shards of 100 M tokens (200 MB)."""
 
@@ -123,7 +179,10 @@ type _Command = (
     | Annotated[TinyShakespeare, tyro.conf.subcommand("tinyshakespeare")]
     | Annotated[Text, tyro.conf.subcommand("text")]
     | Annotated[Jsonl, tyro.conf.subcommand("jsonl")]
+    | Annotated[Parquet, tyro.conf.subcommand("parquet")]
+    | Annotated[Datasets, tyro.conf.subcommand("datasets")]
     | Annotated[FineWeb, tyro.conf.subcommand("fineweb10B")]
+    | Annotated[TrainTokenizer, tyro.conf.subcommand("train-tokenizer")]
     | Annotated[Check, tyro.conf.subcommand("check")]
 )
 
@@ -135,7 +194,8 @@ def main(args: list[str] | None = None) -> int:
         command = tyro.cli(
             _Command,
             prog="python -m gptjax.data",
-            description="Prepare a text as token shards in llm.c's .bin format.\n"
+            description="Prepare a text as token shards in llm.c's .bin format, or train a "
+            "tokenizer.\n"
             "Datasets are created atomically: an interrupted command can be repeated.",
             args=args,
         )

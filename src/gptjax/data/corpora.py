@@ -1,22 +1,24 @@
-"""Sources of documents: Python's standard library, Tiny Shakespeare, text files, JSON lines.
+"""Sources of documents: Python's standard library, Tiny Shakespeare, text files, JSON lines,
+parquet files, and rows of the package `datasets`.
 
 A `Corpus` measures all documents before it yields the first, so that the split into training and
-validation is known at the start. It yields the texts one by one, so that a corpus need not fit in
-memory.
+validation is known at the start, or it reads a stream once. It yields the texts one by one, so that
+a corpus need not fit in memory.
 """
 
 import dataclasses
 import functools
 import glob
 import hashlib
+import itertools
 import json
 import os
 import platform
 import sysconfig
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -55,14 +57,15 @@ class Corpus:
     Attributes:
         source: description of the origin, for dataset.json.
         measure: returns the size of each document in bytes, int64 of shape (documents,): at least
-            one size above 0. The size of an empty document is 0.
+            one size above 0. The size of an empty document is 0. None for a stream that is read
+            once: of 1/val_fraction consecutive documents, one is drawn for validation.
         documents: returns a new iterator over the documents that `measure` counts: texts or, with
             `masked`, pairs.
         masked: whether the documents are pairs.
     """
 
     source: str
-    measure: Callable[[], np.ndarray]
+    measure: Callable[[], np.ndarray] | None
     documents: Callable[[], Iterator[Document]]
     masked: bool = False
 
@@ -179,6 +182,99 @@ def jsonl(
 
     source = f"jsonl: {shown} ({fields})"
     return Corpus(source, measure, lambda: (document for _, document in rows()), masked)
+
+
+def parquet(paths: Sequence[str | os.PathLike], field: str = "text") -> Corpus:
+    """Return a column of parquet files as a stream, one document for each row.
+
+    Args:
+        paths: files, folders and globs, see `text`.
+        field: name of the column.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise CorpusError(
+            "parquet files need pyarrow, found none; pip install -e '.[parquet]'"
+        ) from error
+    files = _expand(paths)
+
+    def documents() -> Iterator[str]:
+        for path in files:
+            try:
+                with pyarrow.parquet.ParquetFile(path) as file:
+                    names = file.schema_arrow.names
+                    columns = [field] if field in names else names  # all for the message
+                    batches = file.iter_batches(batch_size=1024, columns=columns)
+                    rows = (row for batch in batches for row in batch.to_pylist())
+                    yield from _texts(rows, field, str(path))
+            except (pyarrow.ArrowException, OSError) as error:
+                raise CorpusError(f"{path}: {error}") from error
+
+    shown = " ".join(map(os.fspath, paths))
+    return Corpus(f"parquet: {shown} (field {field!r})", None, documents)
+
+
+def rows(
+    rows: Iterable[Mapping[str, Any]], field: str = "text", *, source: str, count: int | None = None
+) -> Corpus:
+    """Return rows as a stream, such as a Dataset or an IterableDataset of the package `datasets`.
+
+    Args:
+        rows: objects with a text in `field`.
+        source: description of the origin.
+        count: number of rows to read; None for all rows.
+    """
+    source = f"{source} (field {field!r}{'' if count is None else f', {count} rows'})"
+    return Corpus(source, None, lambda: _texts(itertools.islice(rows, count), field, source))
+
+
+def hub(
+    name: str,
+    field: str = "text",
+    *,
+    subset: str | None = None,
+    split: str = "train",
+    count: int | None = None,
+) -> Corpus:
+    """Return a dataset of the Hugging Face Hub, or of a local folder, as a stream of documents.
+
+    Args:
+        name, subset, split: arguments of `datasets.load_dataset`.
+        field, count: see `rows`.
+    """
+    source = f"datasets: {' '.join(filter(None, (name, subset, split)))}"
+    try:
+        import datasets
+    except ImportError as error:
+        raise CorpusError(
+            f"{source}: needs the package datasets, found none; pip install -e '.[datasets]'"
+        ) from error
+    try:
+        found = datasets.load_dataset(name, subset, split=split, streaming=True)
+    # The hub, the HTTP client and the readers raise errors without a common base class.
+    except Exception as error:
+        raise CorpusError(f"{source}: {type(error).__name__}: {str(error)[:300]}") from error
+    return rows(found, field, source=source, count=count)
+
+
+def of_files(paths: Sequence[str | os.PathLike], field: str = "text") -> Corpus:
+    """Return the corpus of text files, or of .jsonl or .parquet files with texts in `field`."""
+    suffixes = {path.suffix for path in _expand(paths)}
+    if suffixes == {".jsonl"}:
+        return jsonl(paths, field)
+    return parquet(paths, field) if suffixes == {".parquet"} else text(paths)
+
+
+def _texts(rows: Iterable[Mapping[str, Any]], field: str, where: str) -> Iterator[str]:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get(field), str):
+            raise CorpusError(
+                f"{where}, row {number}: expected a text in {field!r} (option --field), found "
+                f"{type(row.get(field)).__name__}; the fields are {', '.join(row)}"
+            )
+        yield row[field]
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:

@@ -237,19 +237,32 @@ def _can_cut(tokenizer: AnyTokenizer) -> bool:
     )
 
 
+def _stream_splits(val_fraction: float, seed: int) -> Iterator[int]:
+    """Yield the split of each document of a stream."""
+    rng, count = np.random.default_rng(seed), max(2, round(1 / val_fraction))
+    while True:
+        chosen = int(rng.integers(count))
+        yield from (VAL if i == chosen else TRAIN for i in range(count))
+
+
 def _pieces(
-    corpus: Corpus, sizes: np.ndarray, options: Options, cuts: bool = True
+    corpus: Corpus, sizes: np.ndarray | None, options: Options, cuts: bool = True
 ) -> Iterator[_Piece]:
     """Yield the documents in order, long ones in several pieces if `cuts`."""
-    if np.count_nonzero(sizes) == 1 and not corpus.masked:
+    splits: Iterable[int]
+    if sizes is None:
+        # An empty text has no tokens: no text for the validation split.
+        documents = filter(None, corpus.documents())
+        splits = _stream_splits(options.val_fraction, options.seed)
+    elif np.count_nonzero(sizes) == 1 and not corpus.masked:
         (text,) = (text.removeprefix(_BOM) for text in corpus.documents() if text)
         cut = max(1, min(round(len(text) * (1 - options.val_fraction)), len(text) - 1))
-        documents: Iterable = (text[:cut], text[cut:])
-        splits = np.array([TRAIN, VAL])
+        documents, splits = iter((text[:cut], text[cut:])), (TRAIN, VAL)
     else:
         documents = corpus.documents()
-        splits = choose_validation(sizes, options.val_fraction, options.seed)
-    for document, split in zip(documents, splits.astype(int).tolist(), strict=True):
+        is_val = choose_validation(sizes, options.val_fraction, options.seed)
+        splits = is_val.astype(int).tolist()
+    for document, split in zip(documents, splits, strict=sizes is not None):
         if isinstance(document, Pair):
             # Tokenize each text separately, because sampling tokenizes the prompt without the
             # answer.
@@ -318,7 +331,8 @@ def _write_shards(
     log: Callable[[str], object],
 ) -> tuple[Files, Files]:
     """Tokenize a corpus to shards in `folder`. Return the training and the validation files."""
-    sizes, workers = corpus.measure(), options.workers or os.cpu_count() or 1
+    sizes, workers = corpus.measure and corpus.measure(), options.workers or os.cpu_count() or 1
+    total = "" if sizes is None else f" of {sizes.sum() / 1e6:,.0f} MB of text"
     done, logged = 0, time.monotonic()
     how = (options.shard_tokens, corpus.masked, tokenizer.vocab_size)
     train, val = (
@@ -338,5 +352,5 @@ def _write_shards(
             done += tokens.size
         if time.monotonic() - logged >= 10:
             logged = time.monotonic()
-            log(f"tokenizing {name}: {done:,} tokens of {sizes.sum() / 1e6:,.0f} MB of text")
+            log(f"tokenizing {name}: {done:,} tokens{total}")
     return train.close(), val.close()

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -163,14 +163,7 @@ class JsonTokenizer(Tokenizer):
     """
 
     def __init__(self, path: str | os.PathLike, eot: str | None = None) -> None:
-        try:
-            import tokenizers
-        except ImportError as error:
-            raise TokenizerUnavailable(
-                f"{path}: a tokenizer.json needs the package tokenizers, found none; pip install "
-                "-e '.[tokenizers]'"
-            ) from error
-        file = _json_file(path)
+        tokenizers, file = _package(path), _json_file(path)
         self._file, self.fields = file, _read_fields(file)
         self.ids, self.name = _ids(self.fields), _name(self.fields)
         added = {token["content"]: token for token in self.fields["added_tokens"]}
@@ -251,6 +244,37 @@ class JsonTokenizer(Tokenizer):
         copy_tokenizer(self._file.parent, folder)
         write_atomically(folder / TOKENIZER_JSON, read_regular(self._file))
         write_atomically(folder / TOKENIZER_CONFIG, config.encode())
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, path: Path) -> JsonTokenizer:
+    """Train a byte-level BPE with GPT-2's pre-tokenizer, and write its tokenizer.json.
+
+    Args:
+        texts: read once.
+        vocab_size: number of ids, at least 257; a small text has fewer.
+        path: the file, which must not exist.
+
+    Raises:
+        TokenizerError: vocab_size is out of range, or `path` exists or is not a .json file.
+        TokenizerUnavailable: the package tokenizers is not installed.
+    """
+    if vocab_size <= BYTES:
+        raise TokenizerError(f"expected a vocab-size of at least {BYTES + 1}, found {vocab_size}")
+    if path.exists() or path.suffix != ".json":
+        raise TokenizerError(f"{path}: expected the name of a new .json file")
+    tokenizers = _package(path)
+    level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer, bpe.decoder = level, tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOT_TEXT],
+        initial_alphabet=level.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(map(_valid, texts), trainer)
+    write_atomically(path, bpe.to_str(pretty=True).encode())
+    return JsonTokenizer(path)
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
@@ -359,6 +383,17 @@ def _valid(text: str) -> str:
         return text
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _package(path: str | os.PathLike) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise TokenizerUnavailable(
+            f"{path}: a tokenizer.json needs the package tokenizers, found none; pip install -e "
+            "'.[tokenizers]'"
+        ) from error
+    return tokenizers
 
 
 def _json_file(path: str | os.PathLike) -> Path:
