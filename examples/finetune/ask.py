@@ -15,7 +15,7 @@ def answer(model: gptjax.GPT2, tokenizer: gptjax.data.Tokenizer, question: str) 
 
     The prompt is that of the training data: end-of-text, the question, the separator.
     """
-    prompt = [tokenizer.eot, *tokenizer.encode(question + "\n")]
+    prompt = [tokenizer.eot, *tokenizer.prefix, *tokenizer.encode(question + "\n")]
     ids = gptjax.generate(
         model,
         np.int32([prompt]),

@@ -61,5 +61,6 @@ class Evaluations:
         length = min(SAMPLE_TOKENS, model.block_size - 1)
         how = {"max_new_tokens": length, "key": key, "stop_at_eot": False}
         merged = nnx.merge(graph(model.for_evaluation()), params)
-        *_, (completion,) = complete(merged, self._tokenizer, [[self._tokenizer.eot]], **how)
+        begin = [self._tokenizer.eot, *self._tokenizer.prefix]
+        *_, (completion,) = complete(merged, self._tokenizer, [begin], **how)
         return completion.text
