@@ -1,5 +1,6 @@
 """A Hugging Face Llama, fine-tuned on a text, sampled, exported, and loaded by transformers."""
 
+import importlib
 import json
 from pathlib import Path
 
@@ -118,8 +119,19 @@ def test_from_a_hugging_face_folder_and_back(
             assert sampled["tokens"] == ours[0, len(ids) : len(ids) + 20].tolist()
     assert gptjax.load("my_llama").tokenizer.name == tokenizer.name
 
-    assert export.main(Path("runs/tuned"), "gguf", Path("my_llama.gguf")) == 0
+    narrow = {"dtype": "bf16"}
+    assert export.main(Path("runs/tuned"), "hf", Path("narrow"), **narrow) == 0
+    halves = transformers.AutoModelForCausalLM.from_pretrained("narrow", dtype="auto")
+    for (name, half), whole in zip(halves.named_parameters(), theirs.parameters(), strict=True):
+        assert half.dtype == torch.bfloat16 and torch.equal(half, whole.bfloat16()), name
+
+    assert export.main(Path("runs/tuned"), "gguf", Path("my_llama.gguf"), **narrow) == 0
     fields, tensors = read_gguf("my_llama.gguf")
+    gguf = importlib.import_module("gguf")
+    embedding = gguf.quants.dequantize(tensors["token_embd.weight"], gguf.GGMLQuantizationType.BF16)
+    assert torch.equal(torch.from_numpy(embedding), halves.model.embed_tokens.weight.float())
+    assert tensors["output_norm.weight"].dtype == np.float32
+    assert fields("general.file_type") == gguf.LlamaFileType.MOSTLY_BF16
     assert fields("tokenizer.ggml.pre") == "llama-bpe"
     assert ("output.weight" in tensors) != KINDS[kind][0]
     assert ("rope_freqs.weight" in tensors) == (kind != "2")

@@ -20,13 +20,19 @@ from gptjax.weights.bpe_files import save_tokenizer
 from gptjax.weights.gguf_file import save_gguf
 
 Format = Literal["hf", "llmc", "gguf"]
+Dtype = Literal["fp32", "bf16"]
 
 # Suffixes by which programs detect the format of a file.
 SUFFIXES: dict[Format, str] = {"llmc": ".bin", "gguf": ".gguf"}
 
 
 def export(
-    model: Model, path: str | os.PathLike, to: Format, *, tokenizer: AnyTokenizer | None
+    model: Model,
+    path: str | os.PathLike,
+    to: Format,
+    *,
+    tokenizer: AnyTokenizer | None,
+    dtype: Dtype = "fp32",
 ) -> str:
     """Write a model in another program's format, and return a sentence about its tokenizer.
 
@@ -38,6 +44,7 @@ def export(
         to: "hf", "llmc" or "gguf".
         tokenizer: hf folders store any tokenizer, GGUF files store byte-level BPE of GPT-2's or
             Llama 3's kind, and llm.c's files store no tokenizer.
+        dtype: type of the tensors.
 
     Raises:
         WeightsError: no export of this architecture, the path exists or lacks the suffix, or
@@ -47,11 +54,12 @@ def export(
     check_path(path, to)
     try:
         if to == "gguf":
-            stored = save_gguf(model, path, tokenizer=tokenizer, name=path.stem)
+            how = {"tokenizer": tokenizer, "name": path.stem, "dtype": dtype}
+            stored = save_gguf(model, path, **how)
         elif to == "llmc":
-            save_llmc(cast(GPT2, model), path)
+            save_llmc(cast(GPT2, model), path, dtype=dtype)
         else:
-            save_hf(model, path)
+            save_hf(model, path, dtype=dtype)
             if tokenizer is not None:
                 save_tokenizer(tokenizer, path, model.config.block_size)
     except BaseException:  # also Ctrl-C
@@ -81,6 +89,7 @@ def main(
     out: Path,
     step: int | None = None,
     tokenizer: str = "auto",
+    dtype: Dtype = "fp32",
 ) -> int:
     """Export a model to Hugging Face's transformers, llm.c or llama.cpp.
 
@@ -90,13 +99,14 @@ def main(
         out: Folder or file to create.
         step: Step of a run's checkpoint. None: the newest.
         tokenizer: auto: the model's tokenizer. gpt2, byte, or the path of a tokenizer.json.
+        dtype: Type of the tensors. bf16 has half the size, rounded to nearest.
     """
 
     def command() -> None:
         check_path(out, to)
         source = sources.find(path, step=step)
         model, found = load(source.path, tokenizer=tokenizer)
-        note = export(model, out, to, tokenizer=found)
+        note = export(model, out, to, tokenizer=found, dtype=dtype)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
 
     return exit_code(command, (WeightsError, DataError, OSError))

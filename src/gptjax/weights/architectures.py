@@ -100,7 +100,7 @@ def expect(field: str, value: Any, allowed: tuple) -> None:
 
 
 def config_json(config: Any) -> dict[str, Any]:
-    """Return the contents of config.json of a GPT2Config or Llama3Config."""
+    """Return the contents of config.json of a GPT2Config or Llama3Config, without torch_dtype."""
     architecture = of_config(config)
     # GPT-2's end-of-text token is the last id. For other vocabularies, the model does not store it.
     end_of_text = 50256 if config.vocab_size == 50257 else None
@@ -112,7 +112,6 @@ def config_json(config: Any) -> dict[str, Any]:
         **{name: allowed[0] for name, allowed in architecture.required(config).items()},
         "bos_token_id": end_of_text,
         "eos_token_id": end_of_text,
-        "torch_dtype": "float32",
     }
 
 

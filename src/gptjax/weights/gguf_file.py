@@ -1,4 +1,4 @@
-"""GGUF files (llama.cpp), fp32, written with the package `gguf`.
+"""GGUF files (llama.cpp), written with the package `gguf`.
 
 Names, metadata and transposes equal the result of llama.cpp's conversion of a Hugging Face model.
 Matrices are (out, in), the transpose of gptjax's kernels. The vocabulary is stored without padding.
@@ -18,7 +18,7 @@ from gptjax.weights.architectures import ARCHITECTURES, Architecture, of_config
 from gptjax.weights.bpe_files import merges, text_of
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import replacing
-from gptjax.weights.params import check_model, host_arrays
+from gptjax.weights.params import check_dtype, check_model, host_arrays
 
 # Llama 3's pre-tokenizer, which llama.cpp implements for the type "llama-bpe".
 LLAMA_3 = (
@@ -27,7 +27,9 @@ LLAMA_3 = (
 )
 
 
-def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name: str) -> bool:
+def save_gguf(
+    model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name: str, dtype: str = "fp32"
+) -> bool:
     """Write a model as a GGUF file. The file is written atomically.
 
     Args:
@@ -35,6 +37,7 @@ def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name:
         tokenizer: stored if it is GPT-2's, or a byte-level BPE with the pre-tokenizer of GPT-2 or
             Llama 3.
         name: value of general.name.
+        dtype: "fp32", or "bf16" for matrices in bf16.
 
     Returns:
         Whether the file has the tokenizer.
@@ -44,6 +47,7 @@ def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name:
             the file cannot be written.
     """
     check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
+    check_dtype("save_gguf", dtype)
     try:
         import gguf
     except ModuleNotFoundError as error:
@@ -52,7 +56,9 @@ def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name:
     architecture = of_config(config)
     writer = gguf.GGUFWriter(None, architecture.name)
     writer.add_name(name)
-    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    narrow, kind = dtype == "bf16", gguf.GGMLQuantizationType.BF16
+    files = gguf.LlamaFileType
+    writer.add_file_type(files.MOSTLY_BF16 if narrow else files.ALL_F32)
     writer.add_vocab_size(config.vocab_size)
     sizes = {
         "block_count": config.n_layer,
@@ -72,7 +78,11 @@ def save_gguf(model: Model, path: Path, *, tokenizer: AnyTokenizer | None, name:
         writer.add_tokenizer_pre(pre)
     writer.add_tokenizer_model("none" if pre is None else "gpt2")
     for tensor, array in _tensors(model, architecture):
-        writer.add_tensor(tensor, np.ascontiguousarray(array, np.float32))
+        array = np.ascontiguousarray(array, np.float32)
+        if narrow and array.ndim > 1:
+            writer.add_tensor(tensor, gguf.quants.quantize(array, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor, array)
     with replacing(path) as temporary:
         try:
             writer.write_header_to_file(temporary)

@@ -25,7 +25,7 @@ from gptjax.weights.architectures import (
 from gptjax.weights.checkpoint_files import differences, few
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, read_json, reading, reason, replacing
-from gptjax.weights.params import Key, check_model, host_arrays
+from gptjax.weights.params import STORED, Key, check_dtype, check_model, host_arrays
 
 WEIGHTS = "model.safetensors"
 SHARDS = "model*.safetensors"
@@ -68,21 +68,24 @@ def tensors_of(path: Path, config: ModelConfig) -> Iterator[tuple[Key, np.ndarra
     )
 
 
-def save_hf(model: Model, path: str | os.PathLike) -> None:
+def save_hf(model: Model, path: str | os.PathLike, *, dtype: str = "fp32") -> None:
     """Save a GPT-2 or Llama as a folder that `transformers` and `load_hf` read.
 
-    The transformers call is `AutoModelForCausalLM.from_pretrained(path)`. Weights are fp32, the
-    vocabulary is stored without padding. Each file is written atomically.
+    The transformers call is `AutoModelForCausalLM.from_pretrained(path)`. The vocabulary is stored
+    without padding. Each file is written atomically.
 
     Args:
         model: a GPT2 or Llama3 on any number of devices of this process.
         path: the folder, created if it does not exist.
+        dtype: "fp32", or "bf16" for half the size, rounded to nearest.
 
     Raises:
+        ValueError: an unknown dtype.
         WeightsError: the model is of another class or a subclass; the folder or a file cannot be
             written, for example because the disk is full.
     """
     check_model("save_hf", model, *(each.model for each in ARCHITECTURES.values()))
+    check_dtype("save_hf", dtype)
     folder, architecture = Path(path), of_config(model.config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +95,12 @@ def save_hf(model: Model, path: str | os.PathLike) -> None:
     for kind in architecture.kinds(model.config):
         for key, name, _ in kind.each():
             array = _turned(params[key][: kind.shape[0]], key, architecture)
-            tensors[architecture.prefix + name] = np.ascontiguousarray(array, np.float32)
+            tensors[architecture.prefix + name] = np.ascontiguousarray(array, STORED[dtype])
     with replacing(folder / WEIGHTS) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
+    found = config_json(model.config) | {"torch_dtype": STORED[dtype].name}
     with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config_json(model.config), indent=2) + "\n")
+        temporary.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _turned(array: np.ndarray, key: Key, architecture: Architecture) -> np.ndarray:

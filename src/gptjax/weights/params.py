@@ -15,6 +15,15 @@ from gptjax.weights.errors import WeightsError
 Key = tuple[str | int, ...]
 """Path of a parameter in the nested dict: ("blocks", 0, "attn", "c_attn", "kernel")."""
 
+STORED = {"fp32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
+"""Types of the tensors in written files."""
+
+
+def check_dtype(function: str, dtype: str) -> None:
+    """Raise ValueError for an unknown type of the tensors."""
+    if dtype not in STORED:
+        raise ValueError(f"{function}: unknown dtype {dtype!r}; choose one of {[*STORED]}")
+
 
 def host_arrays(model: Model) -> dict[Key, np.ndarray]:
     """Return every parameter, copied to the host."""
