@@ -84,6 +84,8 @@ def test_another_tokenizer_is_noticed(texts, tmp_path):
         prepare_texts(texts, tmp_path / "data", **options, eot="<|eot_id|>")
     with pytest.raises(DatasetError, match="'byte', found 'json-.*--model.vocab-size"):
         find_dataset("own", tmp_path / "data", "byte")
+    with pytest.raises(DatasetError, match="prepared with the tokenizer json-1, found stdlib"):
+        find_dataset("stdlib", tmp_path / "data", "json-1")
     tools.gpt2_kind().save(str(made / "tokenizer.json"))
     with pytest.raises(
         DatasetError, match="expected the tokenizer json-.*, found json-.*; restore"

@@ -263,6 +263,11 @@ def find_dataset(dataset: str, data_dir: Path, tokenizer: str = "auto") -> Datas
     if dataset in (f"stdlib_{name}" for name in TOKENIZERS):
         dataset, tokenizer = dataset.split("_")
     if dataset == "stdlib":  # a reserved name, even if the current folder has such a folder
+        if tokenizer not in ("auto", *TOKENIZERS):
+            raise DatasetError(
+                f"expected a dataset that was prepared with the tokenizer {tokenizer}, found "
+                f"{dataset}; name it with --dataset"
+            )
         note, folder = None, data_dir / "stdlib_gpt2"
         if tokenizer == "byte" or not (folder / MANIFEST).exists():
             chosen, note = choose_tokenizer(tokenizer)

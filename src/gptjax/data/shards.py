@@ -42,8 +42,9 @@ _SAMPLE_BLOCKS, _SAMPLE_BLOCK_BYTES = 32, 1 << 15
 class DataError(Exception):
     """Data that is missing, damaged or unsuitable: an error that the user can correct.
 
-    Base class of CorpusError, DatasetError, PrepareError, ShardError and TokenizerUnavailable.
-    Messages quote file names and contents, so `str` replaces control characters.
+    Base class of CorpusError, DatasetError, PrepareError, ShardError, TokenizerError and
+    TokenizerUnavailable. Messages quote file names and contents, so `str` replaces control
+    characters.
     """
 
     def __str__(self) -> str:

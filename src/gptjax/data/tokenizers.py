@@ -164,25 +164,25 @@ class JsonTokenizer(Tokenizer):
 
     def __init__(self, path: str | os.PathLike, eot: str | None = None) -> None:
         tokenizers, file = _package(path), _json_file(path)
-        self._file, self.fields = file, _read_fields(file)
-        self.ids, self.name = _ids(self.fields), _name(self.fields)
-        added = {token["content"]: token for token in self.fields["added_tokens"]}
-        self.special = {text: self.ids[text] for text in added if added[text]["special"]}
-        self.vocab_size = max(self.ids.values()) + 1
-        config = file.with_name(TOKENIZER_CONFIG)
-        self.config = _read_fields(config) if config.exists() else {}
-        self.config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
-        self.config["eos_token"] = self._end_of_text(eot)
-        self.eot = self.ids[self.config["eos_token"]]
-        self._dtype = np.uint16 if self.vocab_size <= NARROW_IDS else np.uint32
-        self._bytes = self._token_bytes(added)
+        self._file, self._content = file, read_regular(file)
+        self.fields, self.ids, self.name = _parse(file, self._content)
         try:
-            self._bpe = tokenizers.Tokenizer.from_str(json.dumps(self.fields))
+            self._bpe = tokenizers.Tokenizer.from_buffer(self._content)
             self._bpe.no_truncation()
             self._bpe.no_padding()
             started = self._bpe.encode("a")
         except Exception as error:  # the package raises plain Exceptions
             raise TokenizerError(f"{file}: {error}") from error
+        added = {token["content"]: token for token in self.fields["added_tokens"]}
+        self.special = {text: self.ids[text] for text in added if added[text]["special"]}
+        self.vocab_size = max(self.ids.values()) + 1
+        config = file.with_name(TOKENIZER_CONFIG)
+        self.config = _object(config, read_regular(config)) if config.exists() else {}
+        self.config.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
+        self.config["eos_token"] = self._end_of_text(eot)
+        self.eot = self.ids[self.config["eos_token"]]
+        self._dtype = np.uint16 if self.vocab_size <= NARROW_IDS else np.uint32
+        self._bytes = self._token_bytes(added)
         before = itertools.takewhile(lambda i: started.sequence_ids[i] is None, range(len(started)))
         self.prefix = tuple(started.ids[i] for i in before if started.ids[i] != self.eot)
         self._bpe.encode_special_tokens = True
@@ -212,7 +212,7 @@ class JsonTokenizer(Tokenizer):
         for text, id in self.ids.items():
             if text in added:
                 table[id] = text.encode()
-            elif "ByteLevel" in kinds:
+            elif "ByteLevel" in kinds and {*text} <= byte_of.keys():
                 table[id] = bytes(byte_of[character] for character in text)
             elif "ByteFallback" in kinds and _BYTE.fullmatch(text):
                 table[id] = bytes([int(text[3:5], 16)])
@@ -242,7 +242,7 @@ class JsonTokenizer(Tokenizer):
         """Write the files of the tokenizer to a folder, each atomically."""
         config = json.dumps(self.config, ensure_ascii=False, indent=1) + "\n"
         copy_tokenizer(self._file.parent, folder)
-        write_atomically(folder / TOKENIZER_JSON, read_regular(self._file))
+        write_atomically(folder / TOKENIZER_JSON, self._content)
         write_atomically(folder / TOKENIZER_CONFIG, config.encode())
 
 
@@ -293,7 +293,7 @@ def name_in(folder: Path) -> str | None:
         TokenizerError: the file cannot be used.
     """
     file = folder / TOKENIZER_JSON
-    return _name(_read_fields(file)) if file.exists() else None
+    return _parse(file, read_regular(file))[2] if file.exists() else None
 
 
 @functools.cache
@@ -401,33 +401,34 @@ def _json_file(path: str | os.PathLike) -> Path:
     return path / TOKENIZER_JSON if path.is_dir() else path
 
 
-def _read_fields(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file of a tokenizer."""
+def _object(file: Path, content: bytes) -> dict[str, Any]:
+    """Return the object in a JSON file."""
     try:
-        fields = json.loads(read_regular(file))
-        if file.name == TOKENIZER_CONFIG or {"model", "added_tokens"} <= fields.keys():
-            return fields
-        found = f"the fields {sorted(fields)[:9]}"
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        found = str(error)
-    raise TokenizerError(f"{file}: expected a tokenizer.json of Hugging Face, found {found}")
+        return dict(json.loads(content))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise TokenizerError(f"{file}: expected a JSON object, found {error}") from error
 
 
-def _ids(fields: dict[str, Any]) -> dict[str, int]:
-    """Return the id of each token of a tokenizer.json."""
-    tokens = fields["model"]["vocab"]
-    if isinstance(tokens, list):  # Unigram: pairs of token and score
-        tokens = {token: id for id, (token, _) in enumerate(tokens)}
-    return tokens | {token["content"]: token["id"] for token in fields["added_tokens"]}
+def _parse(file: Path, content: bytes) -> tuple[dict[str, Any], dict[str, int], str]:
+    """Return the content of a tokenizer.json, the id of each token, and the tokenizer's name.
 
-
-def _name(fields: dict[str, Any]) -> str:
-    """Return a name that depends on tokens, ids and merges only, not on their serialization."""
-    merges = fields["model"].get("merges") or []
-    pairs = [each if isinstance(each, str) else " ".join(each) for each in merges]
-    content = json.dumps([sorted(_ids(fields).items()), pairs]).encode()
-    digest = hashlib.sha256(content).hexdigest()[:8]
-    return _KNOWN.get(digest, _JSON_NAME + digest)
+    The name depends on tokens, ids and merges, not on their serialization.
+    """
+    fields = _object(file, content)
+    try:
+        ids, merges = fields["model"]["vocab"], fields["model"].get("merges") or []
+        if isinstance(ids, list):  # Unigram: pairs of token and score
+            ids = {token: id for id, (token, _) in enumerate(ids)}
+        ids = ids | {token["content"]: token["id"] for token in fields["added_tokens"]}
+        pairs = [each if isinstance(each, str) else " ".join(each) for each in merges]
+        named = json.dumps([sorted(ids.items()), pairs]).encode()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise TokenizerError(
+            f"{file}: expected a tokenizer.json of Hugging Face, found {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    digest = hashlib.sha256(named).hexdigest()[:8]
+    return fields, ids, _KNOWN.get(digest, _JSON_NAME + digest)
 
 
 def _types(part: dict[str, Any] | None) -> Iterator[str]:
