@@ -29,7 +29,7 @@ from rich.console import Console
 from gptjax import cli, devices, processes
 from gptjax.config import Config
 from gptjax.parallel import put
-from gptjax.terminal import printable
+from gptjax.terminal import hint, printable
 from gptjax.training import errors, init_from, memory, resume
 from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StagedStep
@@ -206,6 +206,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         return 128 + stop.number
     if progress.val_loss is not None:
         say("done", f"{step} steps, validation loss {progress.val_loss:.4f}")
+    if first:
+        hint(f"gptjax sample {config.run_dir}", f"gptjax plot {config.run_dir}")
     return 0
 
 

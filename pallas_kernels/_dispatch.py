@@ -301,7 +301,7 @@ def why_not_triton() -> str | None:
     if capability() < (8, 0):
         return f"needs compute capability 8.0 (Ampere) or later, not {capability()}"
     if importlib.util.find_spec("jax_triton") is None:
-        return "needs jax-triton: pip install -e '.[cuda13]'"
+        return "needs jax-triton: pip install 'gptjax[cuda13]'"
     return None
 
 

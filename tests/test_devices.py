@@ -27,8 +27,8 @@ def machine(monkeypatch, *, driver, plugin):
 @pytest.mark.parametrize(
     ("driver", "plugin", "says"),
     [
-        (False, False, r"needs an NVIDIA GPU.*pip install -e '\.\[cuda13\]'.*--device cpu"),
-        (True, False, r"no CUDA plugin: pip install -e '\.\[cuda13\]'.*--device cpu"),
+        (False, False, r"needs an NVIDIA GPU.*pip install 'gptjax\[cuda13\]'.*--device cpu"),
+        (True, False, r"no CUDA plugin: pip install 'gptjax\[cuda13\]'.*--device cpu"),
         (True, True, r"cannot use the GPU: Unknown backend.*--device cpu"),
     ],
 )

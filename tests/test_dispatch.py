@@ -51,7 +51,7 @@ def test_what_each_gpu_runs(device, monkeypatch, compute_capability, expected, t
         assert why is None if word is None else word in why
     if triton is None:
         monkeypatch.setattr(_dispatch.importlib.util, "find_spec", lambda name: None)
-        assert _dispatch.why_not_triton() == "needs jax-triton: pip install -e '.[cuda13]'"
+        assert _dispatch.why_not_triton() == "needs jax-triton: pip install 'gptjax[cuda13]'"
 
 
 AUTO = jax.sharding.AxisType.Auto

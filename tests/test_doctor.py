@@ -96,9 +96,9 @@ def test_a_wrong_version(h200, capsys, package, version, status, says, remedy):
 @pytest.mark.parametrize(
     "plugins, cuda, says, remedy",
     [
-        ([], (13, 0), "CUDA plugins none, expected one", "pip install -e '.[cuda13]'"),
+        ([], (13, 0), "CUDA plugins none, expected one", "pip install 'gptjax[cuda13]'"),
         ([13, 12], (13, 0), "CUDA plugins [13, 12], expected one", "in a new environment"),
-        ([13], (12, 8), "the driver supports CUDA 12.8", "pip install -e '.[cuda12]'"),
+        ([13], (12, 8), "the driver supports CUDA 12.8", "pip install 'gptjax[cuda12]'"),
     ],
 )
 def test_a_driver_and_plugins_that_do_not_fit(h200, plugins, cuda, says, remedy):

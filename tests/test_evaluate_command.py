@@ -158,7 +158,7 @@ def test_the_package_is_imported_without_lm_eval(monkeypatch):
     names = {}
     exec("from gptjax.evaluation import *", names)
     assert "Scorer" in names
-    with pytest.raises(EvaluationError, match=r"pip install -e '\.\[eval\]'"):
+    with pytest.raises(EvaluationError, match=r"pip install 'gptjax\[eval\]'"):
         exec("from gptjax.evaluation import LM", names)
 
 

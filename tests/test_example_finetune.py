@@ -56,7 +56,7 @@ def follow(command, monkeypatch):
     script, *words = shlex.split(command)[1:]
     if script == "-m":
         assert words.pop(0) == "gptjax.data" and main(words) == 0
-    elif script == "train.py":
+    elif script in ("train.py", "train"):
         config = dataclasses.replace(cli.from_command_line(words), **SHORT)
         assert run(config)[0] == 0
     else:
@@ -97,7 +97,7 @@ def test_the_command_that_data_prints_works(
     options = ["--tokenizer", tokenizer, "--name", "own", "--data-dir", "my data"]
     assert main(["text", "book.txt", "notes", *options]) == 0
     shown = capsys.readouterr().out
-    follow(shown.split("train a small model: ")[1], monkeypatch)
+    follow(shown.split("next: ")[1], monkeypatch)
 
 
 def test_fine_tuning(config, tmp_path, monkeypatch, capsys):

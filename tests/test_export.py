@@ -170,7 +170,7 @@ def test_what_cannot_be_exported_is_refused_in_a_sentence(run, tmp_path, capsys,
     monkeypatch.setattr(bpe_files, "_write_json", full)
     assert "No space left" in refused(run, "hf", tmp_path / "hf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install -e '.[gguf]'" in refused(run, "gguf", tmp_path / "m.gguf")
+    assert "pip install 'gptjax[gguf]'" in refused(run, "gguf", tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize(("args", "code"), [((), 130), ((signal.SIGTERM,), 143)])

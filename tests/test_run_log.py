@@ -224,5 +224,5 @@ def test_wandb_is_refused_before_the_run_if_it_is_missing(monkeypatch, tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     check_wandb(None)
-    with pytest.raises(LogError, match=r"--wandb gpt needs .*pip install -e '\.\[wandb\]'"):
+    with pytest.raises(LogError, match=r"--wandb gpt needs .*pip install 'gptjax\[wandb\]'"):
         check_wandb("gpt")

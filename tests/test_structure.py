@@ -11,7 +11,7 @@ SRC, KERNELS = (Path(package.__file__).parent for package in (gptjax, pallas_ker
 TRAIN = Path(__file__).parent.parent / "train.py"
 # A file of a layer imports files of its own layer and of lower layers only, which stand below it.
 LAYERS = (
-    "bench checkpoints doctor evaluate export model_options plot sample",
+    "__main__ bench checkpoints doctor evaluate export init model_options plot sample train",
     "processes training",
     "evaluation generation weights",
     "cli config stages timeline",
@@ -20,7 +20,7 @@ LAYERS = (
     "parallel",
     "data",
     "devices precision",
-    "fields files provenance terminal user_folders",
+    "fields files provenance scripts terminal user_folders",
 )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gptjax import stages
+from gptjax import scripts, stages
 from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, switch_algorithm
 from gptjax.precision import PRECISIONS, Precision
@@ -57,8 +57,7 @@ def from_command_line(argv: list[str] | None = None) -> Config:
             raise ConfigError(f"expected one --{name}, got {', '.join(map(str, values))}")
     if not given.config and not {"-h", "--help"} & set(rest):
         raise ConfigError(
-            "--config FILE is missing; for a first run: python train.py --config "
-            "configs/gpt2_tiny.py"
+            "--config FILE is missing; for a first run: gptjax train --config gpt2_tiny"
         )
     config = load(given.config[0]) if given.config else Config()
     if given.optimizer:
@@ -71,7 +70,7 @@ def from_command_line(argv: list[str] | None = None) -> Config:
     registry.struct_rule(_rule(config, given.config[0] if given.config else tyro.MISSING))
     values = tyro.cli(
         _CommandLine,
-        prog="train.py",
+        prog=os.path.basename(sys.argv[0]),  # train.py, or gptjax train
         description="Train a language model."
         + ("" if given.config else " With --config, the defaults are the file's."),
         args=argv,
@@ -85,8 +84,8 @@ class _CommandLine:
     """The options that `_fields` does not have."""
 
     config: Path
-    """Python file that defines `config`. The other options override its fields; the defaults are
-    the values in the file."""
+    """Python file that defines `config`. A name such as gpt2_tiny: a config of gptjax. The other
+    options override its fields; the defaults are the values in the file."""
     optimizer: Annotated[str, tyro.conf.arg(metavar="{" + ",".join(ALGORITHMS) + "}")]
     """Algorithm of the optimizer. If the file has another algorithm, options of both algorithms
     keep the file's values."""
@@ -166,14 +165,21 @@ def _with_values(config: Config, values: dict[str, Any]) -> Config:
 def load(path: Path) -> Config:
     """Return the `config` that a Python file defines.
 
+    Args:
+        path: the file, or the name of a config of gptjax, such as gpt2_tiny.
+
     Raises:
         ConfigError: the file is missing, unreadable or not Python, it raises, or its `config` is
             missing or not a `Config`. The message names the line if it is known.
     """
+    path = scripts.config_file(path)
     if not os.path.isfile(path) or path.suffix != ".py":
         known = ", ".join(sorted(map(str, path.parent.glob("*.py"))))
         there = f"; there are: {known}" if known else ""
-        raise ConfigError(f"--config must be a Python file, NAME.py, got {path}{there}")
+        raise ConfigError(
+            f"--config must be a Python file, NAME.py, got {path}{there}; configs of gptjax: "
+            + ", ".join(scripts.config_names())
+        )
     spec = importlib.util.spec_from_file_location(f"_config_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
     # As for a script, the config may import modules in its folder. The folder is removed from
@@ -210,5 +216,5 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
     if not isinstance(error, ConfigError):
         said = f"{type(error).__name__}: {said}"
     if "unexpected keyword argument" in said:
-        said += "; `python train.py --help` lists the options"
+        said += "; `gptjax train --help` lists the options"
     return printable(f"{where}: {said}")

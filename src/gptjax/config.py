@@ -125,7 +125,7 @@ class Config:
     keep_every: PositiveInt | None = None
     """Checkpoints at multiples of this step are never deleted."""
     wandb: str | None = None
-    """Project on Weights & Biases to which the run is logged too (pip install -e '.[wandb]')."""
+    """Project on Weights & Biases to which the run is logged too (pip install 'gptjax[wandb]')."""
     deterministic: bool = False
     """Make training on a GPU bitwise reproducible, through XLA's deterministic operations, which
     are slow. Refused if a kernel of the model is nondeterministic. A CPU is always

@@ -8,7 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-PIP_LINE = "pip install -e '.[cuda13]'"
+PIP_LINE = "pip install 'gptjax[cuda13]'"
 
 
 class DeviceError(RuntimeError):

@@ -20,7 +20,7 @@ from gptjax.config import EVAL_TASKS, ConfigError
 from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
-from gptjax.terminal import exit_code, printable
+from gptjax.terminal import exit_code, hint, printable
 from gptjax.user_folders import data_folder
 
 TEXT_TASKS = ("loss", "bits-per-byte")
@@ -86,6 +86,8 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
         ConfigError, DataError, WeightsError, OSError: a wrong option or file.
     """
     options.check()
+    if options.harness:
+        from gptjax.evaluation.harness import LM, evaluate_tasks
     used = options.select_devices(lambda note: console.print(note, markup=False))
     from gptjax.training import memory
 
@@ -113,8 +115,6 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
             score = functools.partial(tasks.score, task, items, scorer, tokenizer, options.limit)
             timed(task, scorer, score)
         if options.harness:
-            from gptjax.evaluation.harness import LM, evaluate_tasks
-
             batch = options.batch_tokens and max(1, options.batch_tokens // scorer.max_length)
             lm = LM(model, tokenizer, batch, devices=used)
             limits = {"shots": options.shots, "limit": options.limit, "path": options.harness_path}
@@ -199,7 +199,7 @@ def main(args: list[str] | None = None) -> int:
     def command() -> None:
         options = tyro.cli(
             Evaluate,
-            prog="python -m gptjax.evaluate",
+            prog="gptjax evaluate",
             description="Score a model on texts, multiple choice, CORE, or tasks of\n"
             "lm-evaluation-harness. The files of hellaswag and core are not downloaded:\n"
             "an error names their address and the place for them.",
@@ -213,6 +213,7 @@ def main(args: list[str] | None = None) -> int:
 
             write_atomically(options.out, f"{compact_json(result)}\n".encode())
             console.print(printable(f"wrote {options.out}"), markup=False)
+        hint(f"gptjax export {shlex.quote(str(options.path))} --to hf --out FOLDER", piped=False)
 
     return exit_code(command, (*USER_ERRORS, WeightsError))
 

@@ -1,6 +1,7 @@
 """Export a trained model to other programs: `python -m gptjax.export RUN --to hf --out FOLDER`."""
 
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -13,11 +14,11 @@ from gptjax.data import DataError
 from gptjax.data.tokenizers import AnyTokenizer
 from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
-from gptjax.terminal import exit_code, interrupt, printable
+from gptjax.terminal import exit_code, hint, interrupt, printable
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, save_hf, save_llmc, sources
 from gptjax.weights.bpe_files import save_tokenizer
-from gptjax.weights.gguf_file import save_gguf
+from gptjax.weights.gguf_file import check_gguf, save_gguf
 
 Format = Literal["hf", "llmc", "gguf"]
 Dtype = Literal["fp32", "bf16"]
@@ -104,10 +105,14 @@ def main(
 
     def command() -> None:
         check_path(out, to)
+        if to == "gguf":
+            check_gguf()
         source = sources.find(path, step=step)
         model, found = load(source.path, tokenizer=tokenizer)
         note = export(model, out, to, tokenizer=found, dtype=dtype)
         print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
+        program = "llama-cli -m" if to == "gguf" else "gptjax sample"
+        hint(f"{program} {shlex.quote(str(out))}")
 
     return exit_code(command, (WeightsError, DataError, OSError))
 
@@ -115,4 +120,4 @@ def main(
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, interrupt)
     silence_orbax()
-    sys.exit(tyro.cli(main, prog="python -m gptjax.export"))
+    sys.exit(tyro.cli(main, prog="gptjax export"))

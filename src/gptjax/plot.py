@@ -1,7 +1,7 @@
 """Plot of the loss curves of one or several runs.
 
-    python -m gptjax.plot runs/gpt2_124m runs/gpt2_124m_normuon --out loss.png
-    python -m gptjax.plot runs/lr1-seed0 runs/lr1-seed1 runs/lr2-seed0 runs/lr2-seed1 --group
+    gptjax plot runs/gpt2_124m runs/gpt2_124m_normuon --out loss.png
+    gptjax plot runs/lr1-seed0 runs/lr1-seed1 runs/lr2-seed0 runs/lr2-seed1 --group
 
 This module does not import JAX, so that the command starts fast.
 """
@@ -15,16 +15,23 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import matplotlib
 import numpy as np
 import tyro
-from matplotlib.backend_bases import FigureCanvasBase
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
+
+try:
+    import matplotlib
+    from matplotlib.backend_bases import FigureCanvasBase
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
+except ModuleNotFoundError as error:
+    text = "gptjax.plot needs matplotlib: pip install 'gptjax[plot]'"
+    if __name__ == "__main__":
+        sys.exit(f"error: {text}")
+    raise ImportError(text) from error
 
 from gptjax.files import replacing
-from gptjax.terminal import exit_code
+from gptjax.terminal import exit_code, hint
 from gptjax.training.run_log import read_log
 
 STYLE = {
@@ -251,5 +258,10 @@ def _scale(axes, values: np.ndarray) -> None:
 
 
 if __name__ == "__main__":
-    plot = functools.partial(tyro.cli, plot_runs, prog="python -m gptjax.plot")
-    sys.exit(exit_code(lambda: print(plot()), (OSError, ValueError)))
+    plot = functools.partial(tyro.cli, plot_runs, prog="gptjax plot")
+
+    def command() -> None:
+        print(plot())
+        hint("gptjax evaluate RUN --task bits-per-byte", piped=False)
+
+    sys.exit(exit_code(command, (OSError, ValueError)))

@@ -43,8 +43,10 @@ def commit() -> str | None:
 
 def of_process() -> dict[str, Any]:
     """Return the command line, the local time with its UTC offset, the commit and the versions."""
+    program, *arguments = sys.argv
+    program = program.split() if program == "gptjax train" else ["python", program]
     return {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join([*program, *arguments]),
         "date": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": versions(),

@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.devices import DeviceError
 from gptjax.model_options import ModelOptions
-from gptjax.terminal import exit_code, printable
+from gptjax.terminal import dimmed, exit_code, hint, printable
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
@@ -137,11 +138,11 @@ def print_samples(options: Sample, model: Any, tokenizer: Any, prompts: Sequence
 
 
 def _stream(prompt: str, completions: Iterator[list]) -> None:
+    print(dimmed(printable(prompt), sys.stdout), end="", flush=True)
     shown = 0
     for (completion,) in completions:
-        text = prompt + completion.text
-        print(printable(text[shown:]), end="", flush=True)
-        shown = len(text)
+        print(printable(completion.text[shown:]), end="", flush=True)
+        shown = len(completion.text)
     print(flush=True)
 
 
@@ -154,7 +155,7 @@ def _print_json(prompt: str, number: int, sample: int, completion: Any) -> None:
 def _print(prompt: str, number: int, sample: int, completion: Any) -> None:
     about = json.dumps(prompt[:60], ensure_ascii=False) if prompt else "end-of-text"
     header = f"--- prompt {number}, sample {sample}: {about}, stopped by {completion.stopped}"
-    print(printable(f"{header}\n{completion.text}"), flush=True)
+    print(dimmed(printable(header), sys.stdout), printable(completion.text), sep="\n", flush=True)
 
 
 def run(options: Sample) -> None:
@@ -173,6 +174,8 @@ def run(options: Sample) -> None:
         about = f"{used[0].device_kind}, {model.config.precision.name}"
         print(printable(f"{options.path}: {about}"), file=sys.stderr)
         print_samples(options, model, tokenizer, prompts)
+        path = shlex.quote(str(options.path))
+        hint(f"gptjax evaluate {path} --task bits-per-byte", piped=False)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
@@ -193,7 +196,7 @@ def main(args: list[str] | None = None) -> int:
     options = functools.partial(
         tyro.cli,
         Sample,
-        prog="python -m gptjax.sample",
+        prog="gptjax sample",
         description="Continue prompts with a model. One sample is printed after its prompt,\n"
         "as it is generated; several are printed when their batch is complete.",
         args=args,

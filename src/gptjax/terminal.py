@@ -3,6 +3,7 @@
 import ast
 import dataclasses
 import inspect
+import io
 import itertools
 import os
 import signal
@@ -24,6 +25,23 @@ def printable(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the type of an error and the first line of its text, at most 300 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:300]
+
+
+def dimmed(text: str, stream: io.TextIOBase) -> str:
+    """Return a text that a terminal shows dimmed; the text itself if the stream is no terminal."""
+    plain = not stream.isatty() or os.environ.get("TERM") == "dumb"
+    return text if plain or not text else f"\x1b[2m{text}\x1b[0m"
+
+
+def hint(*commands: str, piped: bool = True) -> None:
+    """Print the next commands to try, dimmed.
+
+    Args:
+        piped: print also if standard output is no terminal. False: a program may read the output.
+    """
+    if piped or sys.stdout.isatty():
+        text = printable("next: " + "\n      ".join(commands))
+        print(dimmed(text, sys.stdout), flush=True)
 
 
 def _is_shown(character: str) -> bool:

@@ -24,7 +24,7 @@ from gptjax.terminal import exit_code, interrupt
 def main(
     args: list[str] | None = None,
     commands=Step | Ladder | Compare | Profile | Kernels,
-    prog: str = "python -m gptjax.bench",
+    prog: str = "gptjax bench",
 ) -> int:
     """Run the command line and return the exit code.
 

@@ -28,7 +28,7 @@ from typing import Any
 from gptjax.bench import BenchError
 from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
-from gptjax.terminal import printable
+from gptjax.terminal import hint, printable
 
 # Fields of a label. Rows with one label are the same measurement.
 KEYS = (
@@ -89,6 +89,7 @@ def report(result: dict, out: Path | None, show: Callable[[dict], None]) -> None
     show(result)
     if out:
         print(f"wrote {out}")
+        hint(shlex.join(["gptjax", "bench", "compare", str(out), "OTHER.json"]), piped=False)
 
 
 def compact_json(value: Any, depth: int = 0) -> str:

@@ -17,23 +17,26 @@ from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.shards import DataError
 from gptjax.data.tokenizers import model_options, train_bpe
-from gptjax.terminal import exit_code, interrupt, printable
+from gptjax.terminal import exit_code, hint, interrupt, printable
 from gptjax.user_folders import data_folder
 
 type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]]
 
 
 def _prepare(kind: str, corpus: Corpus, options: Options) -> None:
-    """Prepare the corpus and print the command that trains a small model on it."""
+    """Prepare the corpus, and print the command that trains a small model on it."""
     folder = prepare_corpus(kind, corpus, options)
-    command = ["python", "train.py", "--config", "configs/gpt2_tiny.py"]
-    command += ["--name", folder.name, "--dataset", folder.name]
-    if options.data_dir != data_folder():
-        command += ["--data-dir", str(options.data_dir)]
-    manifest = read_manifest(folder)
+    manifest, model = read_manifest(folder), []
     if manifest and manifest.tokenizer != "byte":  # the config's
-        command += model_options(manifest.vocab_size).split()
-    print(printable(f"train a small model: {shlex.join(command)}"))
+        model = model_options(manifest.vocab_size).split()
+    _suggest("gpt2_tiny", folder.name, options.data_dir, *model)
+
+
+def _suggest(config: str, dataset: str, data_dir: Path | str, *options: str) -> None:
+    """Print the command that trains with a config on a dataset."""
+    place = [] if data_dir == data_folder() else ["--data-dir", str(data_dir)]
+    run = ["--config", config, "--name", dataset, "--dataset", dataset, *place, *options]
+    hint(shlex.join(["gptjax", "train", *run]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -157,6 +160,7 @@ class FineWeb:
 
     def run(self) -> None:
         prepare_fineweb(self.data_dir, shards=self.shards, name=self.name)
+        _suggest("gpt2_124m", self.name, self.data_dir)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -193,7 +197,7 @@ def main(args: list[str] | None = None) -> int:
     def prepare() -> None:
         command = tyro.cli(
             _Command,
-            prog="python -m gptjax.data",
+            prog="gptjax data",
             description="Prepare a text as token shards in llm.c's .bin format, or train a "
             "tokenizer.\n"
             "Datasets are created atomically: an interrupted command can be repeated.",

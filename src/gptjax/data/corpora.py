@@ -196,7 +196,7 @@ def parquet(paths: Sequence[str | os.PathLike], field: str = "text") -> Corpus:
         import pyarrow.parquet
     except ImportError as error:
         raise CorpusError(
-            "parquet files need pyarrow, found none; pip install -e '.[parquet]'"
+            "parquet files need pyarrow, found none; pip install 'gptjax[parquet]'"
         ) from error
     files = _expand(paths)
 
@@ -249,7 +249,7 @@ def hub(
         import datasets
     except ImportError as error:
         raise CorpusError(
-            f"{source}: needs the package datasets, found none; pip install -e '.[datasets]'"
+            f"{source}: needs the package datasets, found none; pip install 'gptjax[datasets]'"
         ) from error
     try:
         found = datasets.load_dataset(name, subset, split=split, streaming=True)

@@ -42,7 +42,7 @@ def prepare_fineweb(
         import huggingface_hub
     except ImportError as error:
         raise PrepareError(
-            "fineweb10B needs huggingface_hub, found none; pip install -e '.[hub]'"
+            "fineweb10B needs huggingface_hub, found none; pip install 'gptjax[hub]'"
         ) from error
 
     wanted = [

@@ -13,7 +13,7 @@ import tyro
 
 from gptjax.doctor import checks, machine
 from gptjax.doctor.checks import Result
-from gptjax.terminal import printable
+from gptjax.terminal import hint, printable
 
 
 def run(kernels: bool = True) -> Iterator[Result]:
@@ -46,10 +46,12 @@ def main(kernels: bool = True) -> int:
         print(printable(line), flush=True)
         failed += [result.name] if result.status == "failed" else []
     print(f"failed: {'; '.join(failed)}" if failed else "nothing failed")
+    if not failed:
+        hint("gptjax train --config gpt2_tiny")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
     # End without a traceback if the reader, such as head, ends early.
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-    sys.exit(tyro.cli(main, prog="python -m gptjax.doctor"))
+    sys.exit(tyro.cli(main, prog="gptjax doctor"))

@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple
 from gptjax.doctor import machine
 from gptjax.terminal import first_line
 
-INSTALL, INSTALL_12 = "pip install -e '.[cuda13]'", "pip install -e '.[cuda12]'"
+INSTALL, INSTALL_12 = "pip install 'gptjax[cuda13]'", "pip install 'gptjax[cuda12]'"
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin"),
     *("jax-triton", "triton", "flax", "optax", "orbax-checkpoint", "grain", "gptjax"),

@@ -171,7 +171,7 @@ def read_core(folder: Path) -> list[CoreTask]:
         import yaml
     except ImportError:
         raise EvaluationError(
-            "core.yaml needs PyYAML: pip install -e '.[eval]', or pip install pyyaml"
+            "core.yaml needs PyYAML: pip install 'gptjax[eval]', or pip install pyyaml"
         ) from None
     file = folder / "core.yaml"
     text = read_file(file, f"unpack {BUNDLE_URL} so that this file exists")

@@ -24,7 +24,7 @@ try:
     from lm_eval.api.model import TemplateLM
 except ImportError as error:
     raise EvaluationError(
-        "lm-evaluation-harness is not installed: pip install -e '.[eval]'"
+        "lm-evaluation-harness is not installed: pip install 'gptjax[eval]'"
     ) from error
 
 MAX_NEW_TOKENS = 256

@@ -8,6 +8,7 @@ from gptjax.parallel import Parallel
 from gptjax.timeline import Timeline
 from gptjax.training.inputs import Inputs
 from gptjax.training.resume import Resume
+from gptjax.training.run_log import has_tensorboard
 from gptjax.weights.sources import Source
 
 
@@ -51,6 +52,8 @@ def header(
         f"{type(model).__name__.removesuffix('Config')}, {model.num_params:,} parameters{padding}: "
         f"{model.n_layer} layers, {model.n_embd} wide, {model.n_head} heads",
     )
+    if not has_tensorboard():
+        yield "tensorboard", "off: pip install 'gptjax[tensorboard]'"
     if source is not None:
         yield "weights", f"{source}; new optimizer state"
     yield (

@@ -34,14 +34,19 @@ def check_wandb(project: str | None) -> None:
     spec = importlib.util.find_spec("wandb")
     if project is not None and (spec is None or spec.origin is None):
         raise LogError(
-            f"--wandb {project} needs the package wandb: pip install -e '.[wandb]', or leave out "
+            f"--wandb {project} needs the package wandb: pip install 'gptjax[wandb]', or leave out "
             "--wandb"
         )
 
 
+def has_tensorboard() -> bool:
+    """Return whether tensorboardX is installed, which writes TensorBoard's events."""
+    return importlib.util.find_spec("tensorboardX") is not None
+
+
 class RunLog:
-    """Writer of `log.jsonl`, one JSON object per line, of TensorBoard events, and of a run on
-    Weights & Biases.
+    """Writer of `log.jsonl`, one JSON object per line, of TensorBoard events if tensorboardX is
+    installed, and of a run on Weights & Biases.
 
     Each line has `kind`, `step`, `tokens` and further fields. `write` passes the line to the
     operating system: a killed process loses at most the line that is being written. NaN and ±inf
@@ -78,7 +83,7 @@ class RunLog:
             kept = [row for row in rows if row["kind"] == "event" or row["step"] <= resume_step]
             write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = self.path.open("ab")
-        self._events = _Events(run_dir, resume_step + 1)
+        self._events = _Events(run_dir, resume_step + 1) if has_tensorboard() else None
         self._wandb = None if wandb is None else _Wandb(run_dir, wandb, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
@@ -101,7 +106,8 @@ class RunLog:
         self._file.write((json.dumps(line, allow_nan=False) + "\n").encode())
         self._file.flush()
         values = {f"{kind}/{k}": x for k, x in fields.items() if isinstance(x, str | int | float)}
-        self._events.write(values, int(step))
+        if self._events is not None:
+            self._events.write(values, int(step))
         if self._wandb is not None:
             self._wandb.write(values, int(step), int(tokens), fields.get("config"))
 
@@ -116,9 +122,9 @@ class RunLog:
 
     def close(self) -> None:
         """Close all logs without raising errors. The operating system already has every line."""
-        for close in (self._file.close, self._events.close, self._wandb and self._wandb.close):
+        for log in (self._file, self._events, self._wandb):
             with contextlib.suppress(OSError):
-                close and close()
+                log is not None and log.close()
 
     def __enter__(self) -> "RunLog":
         return self

@@ -5,6 +5,7 @@ Matrices are (out, in), the transpose of gptjax's kernels. The vocabulary is sto
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,12 @@ LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+def check_gguf() -> None:
+    """Raise WeightsError if the package gguf is not installed."""
+    if importlib.util.find_spec("gguf") is None:
+        raise WeightsError("GGUF files need the package gguf: pip install 'gptjax[gguf]'")
 
 
 def save_gguf(
@@ -48,10 +55,9 @@ def save_gguf(
     """
     check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
     check_dtype("save_gguf", dtype)
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise WeightsError("GGUF files need the package gguf: pip install -e '.[gguf]'") from error
+    check_gguf()
+    import gguf
+
     config: Any = model.config
     architecture = of_config(config)
     writer = gguf.GGUFWriter(None, architecture.name)
