@@ -79,3 +79,20 @@ def test_submodules_are_loaded_at_their_first_use():
 def test_an_import_does_not_load_what_it_may_not_need(module, absent):
     loaded = python("-c", f"import sys, {module}; print(*sys.modules)").split()
     assert module in loaded and not {*absent.split()} & {*loaded}
+
+
+def test_the_kernels_need_jax_only():
+    """Without gptjax's other dependencies: each import of these fails."""
+    code = (
+        "import sys\n"
+        "for name in 'gptjax flax optax orbax grain tyro tiktoken rich jaxtyping safetensors "
+        "beartype'.split():\n"
+        "    sys.modules[name] = None\n"
+        "import jax, jax.numpy as jnp, typing, pallas_kernels, pallas_kernels.extend\n"
+        "typing.get_type_hints(pallas_kernels.flash_attention)\n"
+        "q = jnp.ones((1, 4, 2, 8))\n"
+        "total = lambda q: pallas_kernels.flash_attention(q, q, q).sum()\n"
+        "print(jax.grad(total)(q).shape, *sorted(pallas_kernels.__all__))"
+    )
+    shape = "(1, 4, 2, 8)"
+    assert python("-c", code).strip() == " ".join([shape, *sorted(pallas_kernels.__all__)])

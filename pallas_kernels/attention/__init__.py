@@ -38,10 +38,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.attention.arguments import check, with_hints
 from pallas_kernels.attention.documents import Ranges
 from pallas_kernels.attention.masks import Masks, Options, masked

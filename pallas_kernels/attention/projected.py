@@ -20,10 +20,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float
 from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, split_like

@@ -11,9 +11,9 @@ Liu et al., "Ring Attention", 2023. Shapes as in `flash_attention`, of one devic
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls
+from pallas_kernels._types import Array, Float
 from pallas_kernels.attention import flash_attention
 
 

@@ -28,11 +28,11 @@ from typing import Literal, SupportsIndex
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.attention import reference as attention_reference
 

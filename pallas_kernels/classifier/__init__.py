@@ -42,11 +42,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.gemm.operands import E5M2, largest, stochastic_e5m2
 
 Number = float | int

@@ -31,10 +31,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, PyTree
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA, BackEnd
+from pallas_kernels._types import Array, Float, Int, PyTree
 from pallas_kernels.sampling import NO_DERIVATIVE, Filters, sample_token
 
 Implementation = Literal["auto", "triton", "xla", "reference"]

@@ -48,11 +48,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels._partition import Rule, automatic
+from pallas_kernels._types import Array, Float
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm.numerics import (
     Fp8,

@@ -18,7 +18,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+
+from pallas_kernels._types import Array, Float
 
 OPERANDS = ("input", "hidden", "output_gradient", "hidden_gradient")
 """Operands of a call: x, the MLP's activation, the gradients of y and of the activation's input."""

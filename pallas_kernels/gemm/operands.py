@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 Implementation = Literal["auto", "triton", "xla", "reference"]

@@ -5,10 +5,10 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, BackEnd
+from pallas_kernels._types import Array, Float
 from pallas_kernels.gemm.operands import E4M3, E5M2, NO_DERIVATIVE, why_not_fp8
 
 Implementation = Literal["auto", "xla", "reference"]

@@ -42,11 +42,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Integer
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels._partition import Rule, sharded
+from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.classifier import (
     Loss,
     SigmoidCap,

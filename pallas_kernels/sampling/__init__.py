@@ -24,10 +24,10 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._types import Array, Float, Int
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "has no derivative: call jax.lax.stop_gradient on its arrays"

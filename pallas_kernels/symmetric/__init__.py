@@ -21,11 +21,11 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels._partition import Rule
+from pallas_kernels._types import Array, Float
 from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
 Implementation = Literal["auto", "mosaic", "xla", "reference"]
