@@ -7,9 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import forget_races
 from reference.attention import at_once
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import in_fp64, with_gradients
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv

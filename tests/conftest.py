@@ -1,6 +1,7 @@
 """Settings of every test: strict JAX, checked array shapes, two CPU devices; a GPU only for tests
 with the marker gpu."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -101,6 +102,44 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+# Packages of the extra `test` that `quick` lacks. Without one, a test that imports it is skipped.
+HEAVY = ("torch", "transformers", "jinja2", "triton", "jax_triton")
+
+
+@contextlib.contextmanager
+def _skipping_without_heavy():
+    try:
+        yield
+    except (ImportError, pytest.Collector.CollectError) as error:
+        cause = error.__cause__ if isinstance(error, pytest.Collector.CollectError) else error
+        if isinstance(cause, ModuleNotFoundError) and cause.name in HEAVY:
+            reason = f"needs {cause.name}: pip install -e '.[test]'"
+            pytest.skip(reason, allow_module_level=True)
+        raise
+
+
+class _Module(pytest.Module):
+    def collect(self):
+        with _skipping_without_heavy():
+            return super().collect()
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    return _Module.from_parent(parent, path=module_path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef, request):
+    with _skipping_without_heavy():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call(pyfuncitem):
+    with _skipping_without_heavy():
+        return (yield)
 
 
 def pytest_collection_finish():

@@ -5,18 +5,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import torch
+from comparison_tools import assert_within_twice, flatten, max_abs, random_params
 from flax import nnx
 from kernel_tools import OPTIMIZED
-from reference.torch_gpt2 import (
-    assert_within_twice,
-    computing,
-    flatten,
-    from_params,
-    max_abs,
-    random_params,
-    to_numpy,
-)
 
 from gptjax import GPT2Config, loss_fn
 from gptjax.models.base import abstract_params, graph
@@ -78,10 +69,12 @@ def run(config, params, tokens, targets, compiler_options=None):
     return np.asarray(logits, np.float64), float(loss), grads
 
 
-def run_torch(
-    config, params, tokens, targets, *, dtype=torch.float32, precision="fp32", device="cpu"
-):
+def run_torch(config, params, tokens, targets, *, dtype="float32", precision="fp32", device="cpu"):
     """The same of the PyTorch reference."""
+    import torch
+    from reference.torch_gpt2 import computing, from_params, to_numpy
+
+    dtype = getattr(torch, dtype)
     residual = torch.bfloat16 if precision == "bf16" else None
     model = from_params(config, params, dtype=dtype, device=device, residual=residual)
     tokens, targets = (torch.from_numpy(x).long().to(device) for x in (tokens, targets))
@@ -91,7 +84,10 @@ def run_torch(
             loss.backward()
     if precision.startswith("bf16"):
         loss.backward()
-    return logits.detach().double().cpu().numpy(), loss.item(), to_numpy(model, gradients=True)
+    result = logits.detach().double().cpu().numpy(), loss.item(), to_numpy(model, gradients=True)
+    del model, logits, loss
+    torch.cuda.empty_cache()  # other tests use the same GPU
+    return result
 
 
 def assert_parity(config, size, *, norm, device="cpu", time=None, seed=0):
@@ -103,8 +99,7 @@ def assert_parity(config, size, *, norm, device="cpu", time=None, seed=0):
     theirs = run_torch(
         config, params, tokens, targets, precision=config.precision.name, device=device
     )
-    exact = run_torch(config, params, tokens, targets, dtype=torch.float64, device=device)
-    torch.cuda.empty_cache()  # other tests use the same GPU
+    exact = run_torch(config, params, tokens, targets, dtype="float64", device=device)
     assert exact[0].std() > 0.1, "logits this flat would agree with any model's"
     assert_within_twice(ours[0], theirs[0], exact[0], norm=norm, name="logits")
     assert ours[2].keys() == theirs[2].keys() == exact[2].keys()

@@ -5,8 +5,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from comparison_tools import flatten, random_params
 from hf_tools import transformers
-from reference.torch_gpt2 import flatten, random_params
 from torch.nn import functional
 
 from gptjax.models.base import abstract_params

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import unchecked
 from reference.attention import at_once
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 
 def run_reference(f: Callable, *args: Any) -> Any:

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_tools import check, inputs, results, visible
+from comparison_tools import rms
 from kernel_tools import h200
-from reference.torch_gpt2 import rms
 from rule_tools import refused, runs_are_equal
 
 from pallas_kernels import _dispatch, attention, flash_attention, flash_attention_qkv

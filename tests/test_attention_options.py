@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_tools import set_tiles
+from comparison_tools import max_abs, rms
 from kernel_tools import triton_kernels
 from reference.attention import textbook_of_options
-from reference.torch_gpt2 import max_abs, rms
 from rule_tools import check
 
 from pallas_kernels import flash_attention, flash_attention_qkv

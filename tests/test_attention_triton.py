@@ -19,9 +19,9 @@ from attention_tools import (
     set_tiles,
     tf32_matmul,
 )
+from comparison_tools import rms
 from kernel_tools import triton_kernels
 from ptx_tools import to_tf32
-from reference.torch_gpt2 import rms
 
 from pallas_kernels import flash_attention_qkv
 

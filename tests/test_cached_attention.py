@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import refused, run_reference
 
 from pallas_kernels import cached_attention

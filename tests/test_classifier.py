@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import unchecked
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import in_fp64, refused
 
 from pallas_kernels import _dispatch, linear_cross_entropy, lm_head

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import lower_for_h200, triton_kernels
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 
 from pallas_kernels import decode
 from pallas_kernels.decode import DecoderCache, DecoderWeights, decode_step

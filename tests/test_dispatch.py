@@ -279,6 +279,7 @@ def test_what_cannot_be_registered():
 def test_auto_takes_a_kernel_also_for_arrays_that_may_be_split(name, monkeypatch):
     """The other choices: docs/cards.md, tests/test_sharded_arrays.py, the files of the
     operations."""
+    pytest.importorskip("jax_triton", reason="needs jax_triton: pip install -e '.[test]'")
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     assert (kernel := select(name)) != "xla"

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comparison_tools import max_abs
 from dataset_tools import make_folder
 from flax import nnx
 from gpt2_tools import SHAPES, assert_parity, config_of
 from jax._src.cudnn import fused_attention_stablehlo
 from kernel_tools import h200
-from reference.torch_gpt2 import TorchGPT2, max_abs
+from reference.torch_gpt2 import TorchGPT2
 from torch_side import why_no_step
 
 from gptjax import Batch, loss_fn, parallel

@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import h200, triton_kernels, unchecked
 from reference.attention import textbook
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import in_fp64, is_float, run_reference, runs_are_equal, with_gradients
 
 import pallas_kernels as pk

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import OPTIMIZED, h200, lower_for_h200
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from rule_tools import check, refused, runs_are_equal
 
 from pallas_kernels import _dispatch

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice
 from fp8_tools import XLAS_DEFAULT, Matmul, assert_fp8, matmuls
 from kernel_tools import triton_kernels, unchecked
-from reference.torch_gpt2 import assert_within_twice
 
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import _dispatch

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, rms
 from fp8_tools import XLAS_DEFAULT, assert_fp8, fake, matmuls, power_of_two
 from kernel_tools import h200, triton_kernels
-from reference.torch_gpt2 import assert_within_twice, rms
 
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import _dispatch, linear, linear_relu_squared, mlp, projected_attention, swiglu

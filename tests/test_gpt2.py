@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
+from comparison_tools import assert_within_twice, flatten, max_abs, rms
 from flax import nnx
 from gpt2_tools import (
     SHAPES,
@@ -25,7 +25,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh
 from kernel_tools import OPTIMIZED, h200
-from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 
 from gptjax import GPT2, PRESETS, GPT2Config, Precision, loss_fn
 from gptjax.models.base import init_params
@@ -73,7 +72,7 @@ def test_fp32_loss_is_pytorchs_for_any_shape(heads, head_dim, time, vocab, paddi
     found = float(
         jax.jit(loss_fn)(build(config, params), jnp.asarray(tokens), jnp.asarray(targets))
     )
-    exact = run_torch(config, params, tokens, targets, dtype=torch.float64)[1]
+    exact = run_torch(config, params, tokens, targets, dtype="float64")[1]
     assert abs(found - exact) < 5e-6 * max(1, abs(exact))
 
 
@@ -92,7 +91,7 @@ def test_bf16_parity(name, shape):
     tokens, targets = batch_of(config, shape[-1])
     ours = run(config, params, tokens, targets, OPTIMIZED)
     theirs = run_torch(config, params, tokens, targets, precision=name)
-    exact = run_torch(config, params, tokens, targets, dtype=torch.float64)
+    exact = run_torch(config, params, tokens, targets, dtype="float64")
     assert_within_twice(ours[0], theirs[0], exact[0], norm=rms, name="logits")
     relative = lambda grads: {k: (grads[k] - exact[2][k]) / rms(exact[2][k]) for k in grads}
     pooled = lambda errors: math.sqrt(np.mean([rms(error) ** 2 for error in errors.values()]))

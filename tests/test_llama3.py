@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch_side
+from comparison_tools import assert_within_twice, max_abs, rms
 from generation_tools import check_cache, greedy
 from gpt2_tools import batch_of, build
 from gpt2_tools import run as ours
 from llama_tools import ODD, in_fp64, in_pytorch, random_of, run_theirs
-from reference.torch_gpt2 import assert_within_twice, max_abs, rms
 from torch_gpt2 import How
 
 from gptjax import Precision, loss_fn, parallel

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comparison_tools import flatten
 from gpt2_tools import batch_of, build
 from hf_tools import assert_same, read_gguf, transformers
 from llama_tools import ODD, in_pytorch, random_of, theirs
-from reference.torch_gpt2 import flatten
 
 import gptjax
 from gptjax.export import export

@@ -8,7 +8,7 @@ import struct
 
 import numpy as np
 import pytest
-from reference.torch_gpt2 import flatten
+from comparison_tools import flatten
 from saved_run_tools import random_model
 
 import gptjax

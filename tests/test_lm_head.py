@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from reference.torch_gpt2 import rms
+from comparison_tools import rms
 from rule_tools import check as check_rule
 from rule_tools import refused
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import assert_within_twice, rms
 from fp8_tools import fake, power_of_two
 from kernel_tools import triton_kernels
-from reference.torch_gpt2 import assert_within_twice, rms
 from rule_tools import in_fp64
 
 from pallas_kernels import fused_classifier, linear_cross_entropy

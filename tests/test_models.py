@@ -13,10 +13,10 @@ import llama_tools
 import numpy as np
 import pytest
 import test_speedrun
+from comparison_tools import assert_within_twice, flatten, max_abs, rms
 from flax import nnx
 from gpt2_tools import SHAPES, batch_of, build, config_of, run, split
 from kernel_tools import h200, lower_for_h200
-from reference.torch_gpt2 import assert_within_twice, flatten, max_abs, rms
 
 from gptjax import Batch, GPT2Config, Llama3Config, Precision, SpeedrunConfig, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params

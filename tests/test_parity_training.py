@@ -10,10 +10,11 @@ import llama_tools
 import numpy as np
 import pytest
 import torch
+from comparison_tools import flatten
 from gpt2_tools import random_of
 from kernel_tools import OPTIMIZED
 from llama_tools import ODD
-from reference.torch_gpt2 import flatten, from_params, to_numpy
+from reference.torch_gpt2 import from_params, to_numpy
 from reference.torch_train import train
 
 from gptjax import GPT2Config, Precision

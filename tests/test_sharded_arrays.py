@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparison_tools import rms
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from reference.torch_gpt2 import rms
 
 import pallas_kernels as pk
 from pallas_kernels._partition import Rule, overwriting, sharded

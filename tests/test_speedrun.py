@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comparison_tools import assert_within_twice, max_abs, rms
 from flax import nnx
 from reference import speedrun as reference
-from reference.torch_gpt2 import assert_within_twice, computing, max_abs, rms
+from reference.torch_gpt2 import computing
 
 from gptjax import Precision, generate, loss_fn
 from gptjax.models.base import abstract_params, graph, init_params

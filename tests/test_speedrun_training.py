@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from comparison_tools import assert_within_twice, rms
 from reference import speedrun as reference
 from reference.speedrun_optimizer import RecordOptimizer
-from reference.torch_gpt2 import assert_within_twice, rms
 from saved_run_tools import save_run
 from test_speedrun import LAYERS, random_of
 from train_tools import run
