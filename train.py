@@ -83,7 +83,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     group = processes.check_inputs(used, inputs.dataset)
     start.check(config, inputs.dataset)
     if start.step is not None and start.step >= config.max_steps:
-        say("complete", f"{config.run_dir} is complete: {start.step} of {config.max_steps} steps")
+        done = f"{start.step} of {config.max_steps} steps; a higher --max-steps extends it"
+        say("complete", f"{config.run_dir} is complete: {done}")
         return 0
     start.set_aside(say)
     checkpoints = Checkpoints(start.folder, config.keep_last, config.keep_every)

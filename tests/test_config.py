@@ -174,20 +174,50 @@ def test_differences_are_found_and_operational_ones_are_not():
     ]
     # More steps stretch a schedule that ends with the run …
     longer = dataclasses.replace(config, max_steps=2 * config.max_steps)
+    offer = "--resume with_changes allows such changes"
     assert configuration.differences(saved, longer) == [
-        f"--max-steps {longer.max_steps}: the checkpoint's schedule ends at step "
-        f"{config.max_steps}; choose --max-steps {config.max_steps}, or add --optimizer.schedule-"
-        f"steps {config.max_steps}, or start a new run: --name NEW --init-from {config.run_dir}"
+        f"--max-steps {longer.max_steps}: the checkpoint's cosine schedule ends at step "
+        f"{config.max_steps}; add --resume with_changes to end it at step {longer.max_steps}, or "
+        f"--optimizer.schedule-steps {config.max_steps} to keep it, or choose --max-steps "
+        f"{config.max_steps}, or start a new run: --name NEW --init-from {config.run_dir}",
+        offer,
     ]
+    replanned = dataclasses.replace(longer, resume="with_changes")
+    assert configuration.differences(saved, replanned) == []
+    ends = config.max_steps, longer.max_steps
+    assert configuration.changes(saved, replanned) == {"optimizer.schedule_steps": ends}
     # An end that was given is named by its option.
     fixed = other_optimizer(longer, schedule_steps=longer.max_steps)
     assert configuration.differences(saved, fixed) == [
-        f"--optimizer.schedule-steps: the checkpoint has {config.max_steps}, now {longer.max_steps}"
+        f"--optimizer.schedule-steps: the checkpoint has {config.max_steps}, now "
+        f"{longer.max_steps}",
+        offer,
     ]
     # … and not one whose end is given.
     saved |= {"optimizer.schedule_steps": longer.max_steps}
     shorter = dataclasses.replace(fixed, max_steps=config.max_steps)
     assert [configuration.differences(saved, each) for each in (fixed, shorter)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    "options, allowed",
+    [
+        ({"schedule": "constant"}, True),
+        ({"schedule": "wsd"}, True),
+        ({"schedule": "linear", "cooldown_steps": 100}, True),
+        ({"schedule": "linear"}, False),
+    ],
+)
+def test_more_steps_extend_a_schedule_that_stays_the_same_before_its_cooldown(options, allowed):
+    config = other_optimizer(load(Path(TINY)), **options)
+    saved = json.loads(json.dumps(to_json(config)))
+    longer = dataclasses.replace(config, max_steps=2 * config.max_steps)
+    assert (configuration.differences(saved, longer) == []) == allowed
+    rates = [each.schedules()["learning_rate"] for each in (config, longer)]
+    assert (rates[0](700) == rates[1](700)) == allowed
+    # Not an earlier end, and not together with another change.
+    for other in (dataclasses.replace(config, max_steps=900), other_optimizer(longer, b1=0.5)):
+        assert configuration.differences(saved, other) != []
 
 
 @pytest.mark.parametrize(
@@ -214,7 +244,7 @@ def other_optimizer(config: Config, **optimizer) -> Config:
 
 
 CHANGED = {"learning_rate": 1e-4, "matrix_learning_rate": 1e-3, "final_fraction": 0.5}
-CHANGED |= {"clip_norm": None, "skip_loss_z": 3.0, "skip_grad_norm_z": 4.0}
+CHANGED |= {"schedule_steps": 2000, "clip_norm": None, "skip_loss_z": 3.0, "skip_grad_norm_z": 4.0}
 
 
 def tiny_with(algorithm: str) -> Config:
@@ -229,7 +259,7 @@ def test_changes_are_allowed_on_purpose_only():
     assert {f"optimizer.{name}" for name in CHANGED} == configuration.changeable(changed)
     lines = configuration.differences(saved, changed)
     assert lines[2] == "--optimizer.learning-rate: the checkpoint has 0.003, now 0.0001"
-    assert len(lines) == 7 and lines[-1] == "--resume with_changes allows such changes"
+    assert len(lines) == 8 and lines[-1] == "--resume with_changes allows such changes"
     allowed = dataclasses.replace(changed, resume="with_changes")
     assert configuration.differences(saved, allowed) == []
     found = configuration.changes(saved, allowed)
@@ -241,7 +271,7 @@ def test_changes_are_allowed_on_purpose_only():
     assert configuration.differences(saved, other) == [
         "--optimizer.b1: the checkpoint has 0.9, now 0.5"
     ]
-    assert len(configuration.differences(saved, dataclasses.replace(other, resume="auto"))) == 7
+    assert len(configuration.differences(saved, dataclasses.replace(other, resume="auto"))) == 8
 
 
 def test_the_optimizers_state_has_one_form_for_all_allowed_changes():

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from train_tools import last_state, run, same_as, steps_kept, train_py
+from train_tools import check_same, last_state, run, same_as, steps_kept, train_py
 
 from gptjax.config import ConfigError
 from gptjax.data import ShardError
@@ -54,6 +54,27 @@ def test_nan_stops_the_run_names_the_step_and_keeps_the_checkpoint(config):
     starts = [row for row in log if row.get("event") == "start"]
     assert starts[-2]["changes"] == {"optimizer.learning_rate": [1e-2, 1e-3]}
     assert {"optimizer.skip_loss_z", "optimizer.skip_grad_norm_z"} <= starts[-1]["changes"].keys()
+
+
+def test_a_finished_run_is_extended(config):
+    """With a constant schedule by one option; with cosine also by the one that the error names."""
+    quiet = {"val_every": 0, "sample_every": 0, "checkpoint_every": 0}
+    cosine = dataclasses.replace(config, name="cosine", max_steps=2, **quiet)
+    constant = dataclasses.replace(config.optimizer, schedule="constant", schedule_steps=None)
+    short = dataclasses.replace(cosine, name="constant", optimizer=constant)
+    whole = dataclasses.replace(short, name="whole", max_steps=3)
+    for each in (whole, short):
+        assert run(each)[0] == 0
+    changed = "changed     optimizer.schedule_steps: 2 until step 2, now 3"
+    code, shown = run(dataclasses.replace(short, max_steps=3))
+    assert code == 0 and "resuming from step 2" in shown and changed in shown
+    check_same(short, whole)
+    assert run(cosine)[0] == 0
+    longer = dataclasses.replace(cosine, max_steps=3)
+    with pytest.raises(ConfigError, match="--max-steps 3: .* cosine .*add --resume with_changes"):
+        run(longer)
+    code, shown = run(dataclasses.replace(longer, resume="with_changes"))
+    assert code == 0 and changed in shown and steps_kept(cosine)[-1] == 3
 
 
 def poisoned(monkeypatch, steps):

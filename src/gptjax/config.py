@@ -49,8 +49,8 @@ class Config:
     """Optimizer steps in the whole run."""
     resume: Literal["auto", "never", "must", "with_changes"] = "auto"
     """auto: resume from the newest checkpoint, if any; never: refuse a run that has a checkpoint;
-    must: refuse a run that has none; with_changes: as auto, and learning rates, final_fraction,
-    clip_norm and skip options may differ from the checkpoint's config."""
+    must: refuse a run that has none; with_changes: as auto, and learning rates, the schedule's
+    end, final_fraction, clip_norm and skip options may differ from the checkpoint's config."""
     init_from: Path | None = None
     """Model with the initial parameters: a run, a checkpoint's folder, a Hugging Face folder or an
     llm.c file. The shape of this model replaces the defaults of --model. A run with a checkpoint
@@ -240,7 +240,8 @@ class Config:
             f"--max-steps {steps} with --optimizer.schedule-steps {optimizer.schedule_steps} and "
             f"--optimizer.final-steps {optimizer.final_steps} trains with learning rate 0 from "
             f"step {zero_from} on; change one of them, or choose an --optimizer.final-fraction "
-            "above 0; a run whose schedule has ended continues as a new run with --init-from"
+            "above 0; a run whose schedule has ended continues with --resume with_changes, or as a "
+            "new run with --init-from"
         )
 
     def kernels(self) -> dict[str, str]:
@@ -409,14 +410,21 @@ def _flat(config: Config, model: ModelConfig, optimizer: OptimizerConfig) -> dic
 def differences(saved: Any, config: Config) -> list[str]:
     """Describe the fields in which a checkpoint's config differs from `config`, one line per field.
 
-    Operational fields may differ. With `--resume with_changes`, `changeable` fields may also
-    differ. If all lines are about changeable fields, a last line names this option.
+    Operational fields may differ, and the end of an `extensible` schedule that ends with the run
+    may be later. With `--resume with_changes`, `changeable` fields may also differ. If all lines
+    are about changeable fields, a last line names this option.
 
     Raises:
         ConfigError: `saved` is not a config's JSON.
     """
     pairs, allowed = _differences(saved, config), changeable(config)
-    refused = pairs.keys() - allowed if config.resume == "with_changes" else pairs.keys()
+    old, new = pairs.get("optimizer.schedule_steps", (0, 0))
+    if config.resume == "with_changes":
+        refused = pairs.keys() - allowed
+    elif new > old and config.optimizer.schedule_steps is None and config.optimizer.extensible:
+        refused = pairs.keys() - {"optimizer.schedule_steps"}
+    else:
+        refused = pairs.keys()
     lines = [printable(_difference(name, *pairs[name], config)) for name in sorted(refused)]
     if refused and refused <= allowed:
         lines.append("--resume with_changes allows such changes")
@@ -427,9 +435,10 @@ def _difference(name: str, old: Any, new: Any, config: Config) -> str:
     """Describe a field that differs."""
     if name == "optimizer.schedule_steps" and config.optimizer.schedule_steps is None:
         return (
-            f"--max-steps {config.max_steps}: the checkpoint's schedule ends at step {old}; choose "
-            f"--max-steps {old}, or add --optimizer.schedule-steps {old}, or start a new run: "
-            f"--name NEW --init-from {config.run_dir}"
+            f"--max-steps {new}: the checkpoint's {config.optimizer.schedule} schedule ends at "
+            f"step {old}; add --resume with_changes to end it at step {new}, or "
+            f"--optimizer.schedule-steps {old} to keep it, or choose --max-steps {old}, or start a "
+            f"new run: --name NEW --init-from {config.run_dir}"
         )
     if name not in to_json(config):
         new = f"(no such option); gptjax of commit {_READS_OLDER} may resume the run"

@@ -43,7 +43,7 @@ class OptimizerConfig:
 
     name: ClassVar[str] = "adamw"
     changeable: ClassVar[frozenset[str]] = frozenset(
-        ("learning_rate", "final_fraction", "clip_norm", "skip_loss_z", "skip_grad_norm_z")
+        "learning_rate final_fraction schedule_steps clip_norm skip_loss_z skip_grad_norm_z".split()
     )
 
     learning_rate: PositiveFloat = 6e-4
@@ -90,6 +90,11 @@ class OptimizerConfig:
     """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
     reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
     Needs a model in bf16."""
+
+    @property
+    def extensible(self) -> bool:
+        """Whether a later end of the schedule changes the learning rates of the cooldown only."""
+        return self.schedule in ("constant", "wsd") or self.cooldown_steps is not None
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
         """Return the hyperparameters that change during a run, as functions of the update's index.
