@@ -24,11 +24,8 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.ticker import EngFormatter, MaxNLocator, NullLocator, StrMethodFormatter
-except ModuleNotFoundError as error:
-    text = "gptjax.plot needs matplotlib: pip install 'gptjax[plot]'"
-    if __name__ == "__main__":
-        sys.exit(f"error: {text}")
-    raise ImportError(text) from error
+except ModuleNotFoundError:
+    matplotlib = None
 
 from gptjax.files import replacing
 from gptjax.terminal import exit_code, hint
@@ -56,6 +53,11 @@ X = Literal["tokens", "steps", "time"]
 _SEED = re.compile(r"[-_.]?seed[-_.]?\d+$")
 
 
+def _check_matplotlib() -> None:
+    if matplotlib is None:
+        raise ModuleNotFoundError("plots need matplotlib: pip install 'gptjax[plot]'")
+
+
 @contextlib.contextmanager
 def picture(
     path: Path, size: tuple[float | int, float | int], *shape: int, **how: Any
@@ -70,8 +72,10 @@ def picture(
         shape, how: arguments of `Figure.subplots`.
 
     Raises:
+        ModuleNotFoundError: matplotlib is not installed.
         ValueError: the suffix is not a supported format.
     """
+    _check_matplotlib()
     formats = FigureCanvasBase.get_supported_filetypes()
     if path.suffix[1:].lower() not in formats:
         names = ", .".join(sorted(formats))
@@ -116,11 +120,13 @@ def plot_runs(
         `out` as a Path.
 
     Raises:
+        ModuleNotFoundError: matplotlib is not installed.
         FileNotFoundError: a run does not exist.
         ValueError: no paths, a log without a finite training value or without times (for `x` of
             "time"), a malformed log, runs of a group that have no steps in common, or an unknown
             image format.
     """
+    _check_matplotlib()
     out = Path(out)
     if not paths:
         raise ValueError("nothing to plot: pass at least one run folder or log.jsonl")
@@ -224,7 +230,7 @@ def _mean(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, ...]
     return grid, values.mean(0), values.std(0, ddof=len(curves) > 1)
 
 
-def _draw(axes, name: str, runs: list[_Run], half_width: float, color: str) -> Line2D:
+def _draw(axes, name: str, runs: list[_Run], half_width: float, color: str) -> "Line2D":
     """Draw one run, or the mean of several; return the legend's line."""
     smoothed = []
     for x, y in (run.train for run in runs):
@@ -264,4 +270,4 @@ if __name__ == "__main__":
         print(plot())
         hint("gptjax evaluate RUN --task bits-per-byte", piped=False)
 
-    sys.exit(exit_code(command, (OSError, ValueError)))
+    sys.exit(exit_code(command, (ModuleNotFoundError, OSError, ValueError)))
