@@ -175,7 +175,7 @@ def selected(dtype, length, head_dim, implementation="auto", **facts):
         ((9, 0), "bfloat16", 64, 64, {"deterministic": True}, "in any order, and deterministic="),
         ((9, 0), "bfloat16", 64, 64, {"keys": 8}, "as many keys as queries, not 8 and 64"),
         ((9, 0), "bfloat16", 64, 64, {"value_dim": 8}, "values of the head dimension .* not 8"),
-        ((9, 0), "bfloat16", 64, 64, {"bias": True}, "scores without a soft cap and a bias"),
+        ((9, 0), "bfloat16", 64, 64, {"bias": True}, "scores without a bias"),
         ((9, 0), "bfloat16", 64, 64, {"ranges": True}, "documents, not other masks"),
     ],
 )
@@ -212,7 +212,15 @@ def test_cudnn_says_what_it_cannot_take(
         ((9, 0), "bfloat16", 1024, 264, {}, "xla"),
         *(
             ((9, 0), "bfloat16", 1024, 128, how, "triton")
-            for how in ({"keys": 2048}, {"value_dim": 64}, {"softcap": True}, {"bias": True})
+            for how in ({"value_dim": 64}, {"ranges": True}, {"bias": True, "softcap": True})
+        ),
+        *(
+            ((9, 0), "bfloat16", 1024, 128, how, "mosaic")
+            for how in ({"keys": 2048}, {"softcap": True})
+        ),
+        *(
+            ((9, 0), "bfloat16", 1024, 96, how, "triton")
+            for how in ({"keys": 2048}, {"softcap": True})
         ),
         ((9, 0), "bfloat16", 1024, 128, {"sinks": True, "return_lse": True}, "mosaic"),
         ((8, 0), "float32", 1024, 64, {"precision": "highest", "ranges": True}, "triton"),

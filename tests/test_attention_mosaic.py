@@ -49,7 +49,7 @@ def ids_of(*sequences):
 
 
 def forward_sizes(length, **options):
-    return mosaic_forward_kernel.Sizes(Options(**options), length, 1, 1, 64, FP16, False)
+    return mosaic_forward_kernel.Sizes(Options(**options), length, length, 1, 1, 64, FP16, False)
 
 
 # -------------------------------------------------------------------------------------- on the host
@@ -155,7 +155,7 @@ def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, windo
         ours = list(range(full_start, full_stop))
         assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
     for head_dim, queries in ((128, 64), (64, 128)):
-        shape = (LENGTH, 1, 1, head_dim, FP16)
+        shape = (LENGTH, LENGTH, 1, 1, head_dim, FP16)
         sizes = mosaic_backward_kernel.Sizes(Options(causal=causal), *shape, True, 1)
         for b, j in np.ndindex(2, 3):
             ends = bounds.first_BT[b, j * 128], bounds.last_BT[b, j * 128 + 127]

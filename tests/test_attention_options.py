@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from attention_tools import set_tiles
 from comparison_tools import max_abs, rms
-from kernel_tools import triton_kernels
+from kernel_tools import forget_races, lower_for_h200, triton_kernels
 from reference.attention import textbook_of_options
-from rule_tools import check
+from rule_tools import check, runs_are_equal, with_gradients
 
 from pallas_kernels import flash_attention, flash_attention_qkv
 
@@ -241,6 +241,54 @@ def test_wide_heads_fit_shared_memory(dim, capability):
         assert kernel.spill_bytes == 0 and not kernel.serialized, kernel
 
 
+# The diagonal starts inside a block of keys, and crosses two blocks; keys, at the start or the end,
+# that no query sees. dQ is summed by whole heads if deterministic, else by split heads.
+MOSAIC_CASES = [
+    ((1, 70, 270, 2, 1, 64, 64), {}, True),
+    ((1, 70, 270, 1, 1, 128, 128), {"window": 50, "scale": -0.2}, True),
+    ((1, 130, 300, 1, 1, 64, 64), {"query_start": 40, "window": 150}, False),
+    ((1, 70, 300, 1, 1, 64, 64), {"query_start": 0}, True),
+    ((1, 136, 70, 1, 1, 64, 64), {"causal": False}, False),
+    ((1, 136, 136, 2, 1, 64, 64), {"softcap": 1.5, "window": 70}, True),
+    ((1, 64, 200, 1, 1, 128, 128), {"softcap": 30.0, "scale": -0.7}, False),
+    (
+        (1, 136, 136, 1, 1, 64, 64),
+        {"softcap": 2.0, "segment_ids": np.sort(RNG.integers(0, 4, (1, 136)).astype(np.int32))},
+        True,
+    ),
+]
+
+
+@pytest.mark.parametrize("shape, options, deterministic", MOSAIC_CASES)
+def test_mosaic(shape, options, deterministic, mosaic_on_cpu):
+    args, ours, textbook = arguments(shape, FP16, options)
+    run = functools.partial(ours, "mosaic", deterministic=deterministic)
+    check(run, textbook, textbook, jax.block_until_ready(args))
+    if not deterministic:
+        forget_races()
+
+
+# ------------------------------------------------------------------------------ lowered for an H200
+
+
+@pytest.mark.parametrize(
+    "shape, options",
+    [
+        ((4, 512, 4096, 16, 4, 128, 128), {}),
+        ((2, 300, 1001, 4, 2, 64, 64), {"window": 256}),
+        ((2, 300, 1001, 4, 2, 64, 64), {"softcap": 50.0, "deterministic": True}),
+        ((2, 1000, 1000, 4, 2, 128, 128), {"softcap": 50.0}),
+    ],
+)
+def test_lowers_for_an_h200(shape, options):
+    """By the default back end: one Mosaic kernel for each pass."""
+    b, t, s, h, k, d, _ = shape
+    args = [jax.ShapeDtypeStruct((b, *x, d), BF16) for x in ((t, h), (s, k), (s, k))]
+    f = lambda *qkv: flash_attention(*qkv, **options).astype(FP32).sum()
+    text = lower_for_h200(jax.grad(f, (0, 1, 2)), *args)
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 # ---------------------------------------------------------------------------------------------- GPU
 
 GPU_CASES = [
@@ -258,3 +306,31 @@ GPU_CASES = [
 @pytest.mark.parametrize("shape, options", GPU_CASES, ids=map(name, GPU_CASES))
 def test_on_the_gpu(shape, options):
     check_options("triton", shape, BF16, **options)
+
+
+MOSAIC_GPU_CASES = [
+    ((2, 512, 4096, 8, 2, 128, 128), BF16, {}),
+    ((2, 300, 1001, 4, 2, 64, 64), BF16, {"window": 129}),
+    ((1, 77, 1000, 2, 1, 128, 128), FP16, {"window": 400, "query_start": 300}),
+    ((1, 1000, 333, 2, 2, 64, 64), BF16, {"causal": False}),
+    ((2, 700, 700, 4, 2, 128, 128), BF16, {"softcap": 50.0, "sinks_H": True}),
+    ((2, 1001, 1001, 4, 2, 64, 64), FP16, {"softcap": 2.0, "window": 200}),
+    ((2, 200, 1001, 2, 1, 64, 64), FP16, {"softcap": 30.0, "scale": -0.3}),
+    (
+        (2, 777, 777, 2, 1, 128, 128),
+        BF16,
+        {"softcap": 5.0, "segment_ids": np.sort(RNG.integers(0, 5, (2, 777)), 1).astype(np.int32)},
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, dtype, options", MOSAIC_GPU_CASES)
+def test_mosaic_on_the_gpu(shape, dtype, options):
+    """By whole heads, twice with equal bits, and by split heads."""
+    args, ours, textbook = arguments(shape, dtype, options)
+    whole, split = (functools.partial(ours, "mosaic", deterministic=d) for d in (True, False))
+    for f in (whole, split):
+        check(f, textbook, textbook, args)
+    directions = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(whole, *args))
+    runs_are_equal(with_gradients(whole), args, directions, times=2)

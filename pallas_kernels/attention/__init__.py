@@ -22,7 +22,7 @@ key head h // (H/K). The log-sum-exp L uses the natural logarithm and is fp32, B
 Back ends:
     mosaic: Pallas Mosaic GPU (TMA, wgmma), for Hopper. Skips tiles outside documents and windows.
     triton: NVIDIA GPUs from Ampere on; the only back end with fp32 as TF32 and O(T) memory, and
-        the only kernel with soft caps, biases, S ≠ T, E ≠ D and every mask. Skips the same tiles.
+        the only kernel with biases, E ≠ D and every mask. Skips the same tiles.
     cudnn: cuDNN's fused attention through `jax.nn.dot_product_attention`. bf16 or fp16.
     xla: plain JAX that stores S; any device. Softmax statistics are fp32 in every dtype.
     reference: the definition in fp32, which stores S; any device.
@@ -44,7 +44,7 @@ from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.attention.arguments import check, with_hints
 from pallas_kernels.attention.documents import Ranges
-from pallas_kernels.attention.masks import Masks, Options, masked
+from pallas_kernels.attention.masks import Masks, Options, masked, without_start
 from pallas_kernels.attention.xla import exact, in_cudnn, materialized
 from pallas_kernels.gemm.numerics import Numerics, numerics_of
 
@@ -244,6 +244,8 @@ def _attend(operands, masks, options: Options, return_lse: bool, implementation,
     if backend == "cudnn":
         return in_cudnn(options, q_BTHD, k_BSKD, v_BSKE)
     if backend in _MODULES:
+        if backend == "triton":
+            options, bounds = without_start(options, bounds, q_BTHD, k_BSKD)
         if bias is not None and bias.shape[0] == 1 < bias.ndim:
             bias = bias[0]
         out_BTHE, lse_BHT = _calls.differentiable(

@@ -36,15 +36,20 @@ class Facts:
     @property
     def triton_only(self) -> str | None:
         """What the other kernels would need to support the call, or None."""
-        if self.keys not in (None, self.length):
-            return f"as many keys as queries, not {self.keys} and {self.length}"
         if self.value_dim not in (None, self.head_dim):
             return f"values of the head dimension of the keys, not {self.value_dim}"
-        if self.softcap or self.bias:
-            return "scores without a soft cap and a bias"
+        if self.bias:
+            return "scores without a bias"
         if self.ranges:
             return "a causal or full mask, an integer window and documents, not other masks"
         return None
+
+    @property
+    def not_in_cudnn(self) -> str | None:
+        """What cuDNN would need to support the call, or None."""
+        if self.keys not in (None, self.length):
+            return f"as many keys as queries, not {self.keys} and {self.length}"
+        return "scores without a soft cap" if self.softcap else self.triton_only
 
 
 def _why_not_cudnn(call: Facts) -> str | None:
@@ -54,8 +59,8 @@ def _why_not_cudnn(call: Facts) -> str | None:
         return f"needs compute capability 8.0 (Ampere) or later, not {_dispatch.capability()}"
     if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
-    if call.triton_only:
-        return f"supports {call.triton_only}"
+    if call.not_in_cudnn:
+        return f"supports {call.not_in_cudnn}"
     largest = 256 if _dispatch.capability() == (9, 0) else 128
     if call.head_dim % 8 or call.head_dim > largest:
         return (
@@ -120,7 +125,7 @@ def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
 
     Calls that are not in `FASTEST` avoid "xla", which stores S.
     """
-    if call.triton_only or call.sinks:
+    if call.not_in_cudnn or call.sinks:
         return "mosaic", "triton", "xla"
     if call.head_dim > 128:  # benchmarks/results/attention_options.json (H100)
         return "cudnn", "triton", "xla"

@@ -26,7 +26,11 @@ class Options:
     precision: jax.lax.PrecisionLike = None
     softcap: float | None = None
     start: int | None = None
-    """Position of query 0. For back ends an integer."""
+    """Position of query 0. For back ends an integer. 0 … S − T if `causal`, except for `Ranges`."""
+
+    def position(self, query):
+        """Return the position of a query among the keys."""
+        return query + self.start if self.start else query
 
     @property
     def true_fp32(self) -> bool:
@@ -45,28 +49,44 @@ def masked(options: Options, masks: Masks, q_BTHD, k_BSKD):
     """Return the options for back ends, and the bounds.
 
     The bounds are `Ranges` if causal masks, windows and documents of the kernels do not express the
-    call. Else the bounds are `Documents`, or None without segment ids.
+    call. Else the bounds are `Documents`, or None without segment ids. A causal query has a
+    position among the keys.
     """
-    (batch, length), keys = q_BTHD.shape[:2], k_BSKD.shape[1]
+    length, keys = q_BTHD.shape[1], k_BSKD.shape[1]
     start = keys - length if options.start is None else options.start
     window, ids = options.window, masks.segment_ids
     left, right = window if isinstance(window, tuple) else (window and window - 1, None)
     right = 0 if options.causal else right
-    square, pair = length == keys and start == 0, isinstance(ids, tuple)
+    inside, pair = 0 <= start <= keys - length, isinstance(ids, tuple)
     # The window covers the keys before the queries; the queries see all keys after them.
     if left is not None and start + length - 1 <= left:
         left = None
-    if right is not None and not square and start + right >= keys - 1:
+    if right is not None and keys != length and start + right >= keys - 1:
         right = None
     options = dataclasses.replace(options, causal=False, window=None, start=start)
-    if masks.key_range is None and not pair and (left is right is None or square and right == 0):
+    if masks.key_range is None and not pair and (left is right is None or inside and right == 0):
         window = None if left is None else left + 1
         options = dataclasses.replace(options, causal=right == 0, window=window)
         return options, None if ids is None else document_bounds(ids, window=window)
-    position_T = jnp.arange(start, start + length, dtype=jnp.int32)
     documents = None if ids is None or pair else document_bounds(ids)
-    pair = {"ids": ids if pair else None, "given": masks.key_range}
-    return options, ranges(batch, keys, position_T, (left, right), documents=documents, **pair)
+    further = {"ids": ids if pair else None, "given": masks.key_range}
+    return options, _ranges(options, q_BTHD, k_BSKD, (left, right), documents=documents, **further)
+
+
+def _ranges(options, q_BTHD, k_BSKD, window, **further):
+    (batch, length), keys = q_BTHD.shape[:2], k_BSKD.shape[1]
+    position_T = jnp.arange(options.start, options.start + length, dtype=jnp.int32)
+    return ranges(batch, keys, position_T, window, **further)
+
+
+def without_start(options: Options, bounds, q_BTHD, k_BSKD):
+    """Return the options and bounds in which the same causal mask is `Ranges` if the number of keys
+    is not that of queries."""
+    if not options.causal or q_BTHD.shape[1] == k_BSKD.shape[1]:
+        return options, bounds
+    left = None if options.window is None else options.window - 1
+    bounds = _ranges(options, q_BTHD, k_BSKD, (left, 0))
+    return dataclasses.replace(options, causal=False, window=None), bounds
 
 
 def visible(options, queries, keys, bounds):
@@ -75,7 +95,8 @@ def visible(options, queries, keys, bounds):
         return None
     visible_BTS = jnp.ones((1, queries, keys), bool)
     if options.causal:
-        t_T1, s_1S = jnp.arange(queries)[:, None], jnp.arange(keys)[None, :]
+        t_T1 = jnp.arange(options.start, options.start + queries)[:, None]
+        s_1S = jnp.arange(keys)[None, :]
         visible_BTS &= (s_1S <= t_T1)[None]
         if options.window is not None:
             visible_BTS &= (s_1S > t_T1 - options.window)[None]

@@ -5,8 +5,8 @@ This module selects the order of the work items and the method of summing dQ. It
 launches the kernel of `mosaic_backward_kernel`, whose docstring describes the algorithm and the
 barriers.
 
-Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, the statistics
-log₂e·L and −D of a query.
+Shapes: B batch, T queries, S keys, H query heads, K key heads, D head dimension; R = 2, the
+statistics log₂e·L and −D of a query.
 """
 
 import functools
@@ -36,11 +36,11 @@ def stores_fp8(batch: int, length: int, heads: int) -> bool:
     return length % KEYS == 0 and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
 
 
-def whole_heads_are_faster(heads: int, length: int, blocks: int) -> bool:
+def whole_heads_are_faster(heads: int, keys: int, blocks: int) -> bool:
     """Return whether the idle thread blocks of the last round cost less than the two passes over dQ
-    of split heads. The passes are estimated at 128/T of the kernel's time."""
+    of split heads. The passes are estimated at 128/S of the kernel's time."""
     rounds = pl.cdiv(heads, blocks)
-    return rounds * blocks <= heads * (1 + KEYS / length)
+    return rounds * blocks <= heads * (1 + KEYS / keys)
 
 
 # jit: trace and lower `backward` once for all layers. Tracing and lowering for each layer took 28 s
@@ -64,7 +64,7 @@ def backward(
     (dqkv_BT3HD, dqkv_3HDBT): dqkv times the factor in e5m2, and a transposed copy.
 
     Args:
-        operands: (q_BTHD, k_BTKD, v_BTKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
+        operands: (q_BTHD, k_BSKD, v_BSKD) or (qkv_BT3HD,) in bf16 or fp16, D of 64 or 128.
         bounds: `Documents`, or None.
         out_BTHD, lse_BHT: the output, and L in fp32.
         dout_BTHD, dlse_BHT: gradients of the output and of L; dlse_BHT may be None.
@@ -76,17 +76,18 @@ def backward(
             have work. False: by split heads. None: as an estimate says.
     """
     batch, length, heads, head_dim = dout_BTHD.shape
-    key_heads = operands[-1].shape[-2]
+    keys, key_heads = operands[-1].shape[1], operands[-1].shape[-2]
     total, sms = batch * key_heads, _mosaic.num_sms()
     if whole_heads is None:
-        whole_heads = options.deterministic or whole_heads_are_faster(total, length, sms)
+        whole_heads = options.deterministic or whole_heads_are_faster(total, keys, sms)
     assert fp8_scale is None or (whole_heads and length % KEYS == 0 and len(operands) == 1)
-    blocks = min(sms, total if whole_heads else total * pl.cdiv(length, KEYS))
-    shape = (length, key_heads, heads // key_heads, head_dim)
+    blocks = min(sms, total if whole_heads else total * pl.cdiv(keys, KEYS))
+    shape = (length, keys, key_heads, heads // key_heads, head_dim)
     sizes = Sizes(options, *shape, dout_BTHD.dtype, whole_heads, blocks)
     rows_BHRT, zeros_BTHD, dout_HD = _lse_and_delta(
         lse_BHT, dout_BTHD, out_BTHD, dlse_BHT, sums=not whole_heads, bias=bias
     )
+    lengths = [x.shape[1] for x in operands]
     *operands, dout_BTHD = map(padded, (*operands, dout_BTHD))
     launch = functools.partial(_launch, sizes, tuple(operands), dout_BTHD, rows_BHRT, bounds)
     if whole_heads:
@@ -100,7 +101,7 @@ def backward(
         (sums_BTHD,), gradients = overwriting(functools.partial(launch, None), [zeros_BTHD])
         gradients, dq_HD = _with_dq(sums_BTHD, gradients, options.scale, bias)
     if fp8_scale is None:
-        gradients = [x[:, :length] for x in gradients]
+        gradients = [x[:, :t] for x, t in zip(gradients, lengths, strict=True)]
     gradients = tuple(gradients)
     return (gradients, dq_HD, dout_HD) if bias else gradients
 

@@ -6,6 +6,8 @@ of the keys each. For each block of queries:
 
     QK and dP:  Sᵀ = K Qᵀ, dPᵀ = V dOᵀ                                         `start_scores`
     softmax:    Pᵀ = exp2(scale·log₂e·Sᵀ − log₂e·L), dSᵀ = Pᵀ ∘ (dPᵀ − D)      `softmax`
+                with a soft cap c: X = tanh(scale/c·S), Pᵀ = exp2(c·log₂e·Xᵀ − log₂e·L),
+                dSᵀ = Pᵀ ∘ (1 − X²)ᵀ ∘ (dPᵀ − D)
     gradients:  dV += Pᵀ dO                                                    `scores_and_dv`
                 dQ += dS K, dK += dSᵀ Q                                        `dq_and_dk`
 
@@ -37,8 +39,8 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 The instructions are ordered so that the compiled code keeps the tensor cores busy: ptxas reports
 waits for matmuls, and spills.
 
-Shapes: B batch, T time, H query heads, K key heads, D head dimension; R = 2, the statistics
-log₂e·L and −D of a query.
+Shapes: B batch, T queries, S keys, H query heads, K key heads, D head dimension; R = 2, the
+statistics log₂e·L and −D of a query.
 """
 
 import collections
@@ -78,6 +80,7 @@ class Sizes:
 
     Attributes:
         options: `Options`. With documents the window is None: the bounds include the window.
+        length, keys: number of queries and of keys.
         key_heads, group: number of key heads, and of query heads of each key head.
         whole_heads: whether dQ is summed by whole heads, else by split heads.
         blocks: number of thread blocks of the grid.
@@ -85,6 +88,7 @@ class Sizes:
 
     options: Any
     length: int
+    keys: int
     key_heads: int
     group: int
     head_dim: int
@@ -100,18 +104,25 @@ class Sizes:
     @property
     def key_blocks(self) -> int:
         """Number of blocks of keys of a head."""
-        return pl.cdiv(self.length, KEYS)
+        return pl.cdiv(self.keys, KEYS)
 
     def queries_of(self, j, first_query=None, last_query=None):
         """Return (first, stop): the blocks first … stop − 1 of queries see keys of key block j.
+
+        With unequal lengths, the nearest block of queries if none sees a key: its gradients are 0.
 
         Args:
             first_query, last_query: with documents, the first and the last query that see such a
                 key.
         """
         window, queries = self.options.window, self.queries
+        least, most, div = jnp.minimum, jnp.maximum, lambda a: lax.div(a, jnp.int32(queries))
+        if isinstance(j, int):
+            least, most, div = min, max, lambda a: a // queries
         first, stop = 0, pl.cdiv(self.length, queries)
-        if self.options.causal:
+        if self.options.causal and self.keys != self.length:
+            first = least(div(most(j * KEYS - self.options.start, 0)), stop - 1)
+        elif self.options.causal:
             first = j * (KEYS // queries)
         elif first_query is not None:
             first = lax.div(first_query, jnp.int32(queries))
@@ -119,10 +130,9 @@ class Sizes:
             stop = lax.div(last_query, jnp.int32(queries)) + 1
         if window is not None:
             behind = j * KEYS + (KEYS + window - 2)
-            if isinstance(j, int):
-                stop = min(stop, behind // queries + 1)
-            else:
-                stop = jnp.minimum(stop, lax.div(behind, jnp.int32(queries)) + 1)
+            if self.options.start:
+                behind = most(behind - self.options.start, 0)
+            stop = least(stop, div(behind) + 1)
         return first, stop
 
 
@@ -243,7 +253,7 @@ class Block:
 
     @property
     def mask(self) -> Mask:
-        return Mask(self.sizes.options, self.sizes.length, self.bounds)
+        return Mask(self.sizes.options, self.sizes.keys, self.bounds)
 
     def run(self) -> None:
         """Run the role of this warpgroup."""
@@ -391,15 +401,19 @@ class Block:
 
     def key_blocks_of(self, b, query):
         """Return the first and the last block of keys that a block of queries sees."""
+        options = self.sizes.options
         if self.bounds is not None:
             first = lax.div(self.bounds.first_BT[b, query], jnp.int32(KEYS))
-        elif self.sizes.options.window is not None:
+        elif options.window is not None:
             first = lax.div(
-                jnp.maximum(query - (self.sizes.options.window - 1), 0), jnp.int32(KEYS)
+                jnp.maximum(options.position(query) - (options.window - 1), 0), jnp.int32(KEYS)
             )
         else:
             first = 0
-        if self.sizes.options.causal:
+        if options.causal and options.start:  # queries that are out of bounds see no further key
+            last = options.position(query) + (self.sizes.queries - 1)
+            last = lax.div(jnp.minimum(last, self.sizes.keys - 1), jnp.int32(KEYS))
+        elif options.causal:
             last = lax.div(query, jnp.int32(KEYS))
         elif self.bounds is not None:
             end = self.bounds.last_BT[b, query + (self.sizes.queries - 1)]
@@ -426,10 +440,10 @@ class Block:
                     step.sums, self.scratch.sums.at[self.me], self.scratch.sums_full.at[self.me]
                 )
 
-        p = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+        p, slope = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
         plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        return (p.astype(jnp.float32) * dp).astype(self.sizes.dtype)
+        return (slope.astype(jnp.float32) * dp).astype(self.sizes.dtype)
 
     def start_scores(self, item, step, s_acc, dp_acc) -> None:
         """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D."""
@@ -442,22 +456,34 @@ class Block:
         plgpu.wgmma(dp_acc, values, scratch.dout.at[step.slot].transpose((1, 0)))
 
     def softmax(self, item, step, s):
-        """Return P, rounded.
+        """Return P, and the factor P, or P ∘ (1 − X²), of dS; both rounded.
 
         dS uses the rounded P, which saves registers: the matmul for dV can be issued right after
         the softmax. Since dV needs P, the compiler keeps the exponentials before the wait for dP.
         The optimization barrier prevents rounding of the numbers one by one.
         """
-        logits = s * jnp.float32(self.sizes.options.scale * LOG2_E) - self.along_columns(step, 0)
+        softcap, scale, hidden = self.sizes.options.softcap, self.sizes.options.scale, -jnp.inf
+        if softcap is None:
+            logits = s * jnp.float32(scale * LOG2_E) - self.along_columns(step, 0)
+        else:  # The square of the replacement is finite, so that 0 · (1 − X²) is 0.
+            logits, hidden = jnp.tanh(s * jnp.float32(scale / softcap)), -1e18
+        query = self.sizes.options.position(step.query)
         logits = lax.cond(
-            self.mask.on_an_edge(item.key, step.query, self.sizes.queries, item.seen_by),
+            self.mask.on_an_edge(item.key, query, self.sizes.queries, item.seen_by),
             lambda a: self.mask.hide_transposed(
-                a, item.b, item.key, step.query, self.scratch.columns.at[self.me]
+                a, item.b, item.key, query, self.scratch.columns.at[self.me], hidden
             ),
             lambda a: a,
             logits,
         )
-        return lax.optimization_barrier(jnp.exp2(logits).astype(self.sizes.dtype))
+        if softcap is None:
+            p = lax.optimization_barrier(jnp.exp2(logits).astype(self.sizes.dtype))
+            return p, p
+        p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - self.along_columns(step, 0))
+        slope = p * (1 - logits * logits)
+        return lax.optimization_barrier(
+            (p.astype(self.sizes.dtype), slope.astype(self.sizes.dtype))
+        )
 
     def along_columns(self, step, which):
         """Return log₂e·L (which = 0) or −D (which = 1) of the queries, broadcast over the keys."""

@@ -4,7 +4,7 @@ one thread block (CTA) per SM.
 This module orders the work items and launches the kernel of `mosaic_forward_kernel`, whose
 docstring describes the algorithm and the barriers.
 
-Shapes: B batch, T time, H query heads, K key and value heads, D head dimension.
+Shapes: B batch, T queries, S keys, H query heads, K key and value heads, D head dimension.
 """
 
 import functools
@@ -68,8 +68,9 @@ def forward(operands, bounds, *, options):
         options: `Options`. Results are always reproducible.
     """
     batch, length, *_, heads, head_dim = operands[0].shape
-    key_heads, dtype = operands[-1].shape[-2], operands[0].dtype
-    sizes = Sizes(options, length, heads, heads // key_heads, head_dim, dtype, bounds is not None)
+    keys, key_heads, dtype = operands[-1].shape[1], operands[-1].shape[-2], operands[0].dtype
+    shape = (length, keys, heads, heads // key_heads, head_dim)
+    sizes = Sizes(options, *shape, dtype, bounds is not None)
     blocks = min(_mosaic.num_sms(), batch * heads * sizes.row_tiles)
     if bounds is None:
         table = _table(sizes, batch * heads, blocks)

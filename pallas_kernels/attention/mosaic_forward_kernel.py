@@ -24,8 +24,8 @@ factor is log₂e·scale: the softmax is computed in base 2.
 The barrier `ping_pong` exists with D = 64 only. A computing warpgroup waits for and
 releases each fill of the key and value slots, also fills that only other warpgroups need.
 
-Shapes: B batch, T time, H query heads, K key and value heads, D head dimension; in a tile, M
-queries and N keys.
+Shapes: B batch, T queries, S keys, H query heads, K key and value heads, D head dimension; in a
+tile, M queries and N keys.
 """
 
 import collections
@@ -60,12 +60,14 @@ class Sizes:
 
     Attributes:
         options: `Options`. With documents the window is None: the bounds include the window.
+        length, keys: number of queries and of keys.
         group: number of query heads of a key head.
         documents: whether there are bounds of documents.
     """
 
     options: Any
     length: int
+    keys: int
     heads: int
     group: int
     head_dim: int
@@ -113,12 +115,13 @@ class Sizes:
         least, most, div = jnp.minimum, jnp.maximum, lambda a: lax.div(a, jnp.int32(KEYS))
         if isinstance(first, int):
             least, most, div = min, max, lambda a: a // KEYS
-        window = self.options.window
+        window, position = self.options.window, self.options.position
         if self.options.causal:
-            stop = div(least(first + ROWS, self.length) + (KEYS - 1))
+            stop = div(position(least(first + ROWS, self.length)) + (KEYS - 1))
+            first = position(first)
             full_stop = div(first + 1)
         elif ends is None:
-            full_stop, stop = self.length // KEYS, pl.cdiv(self.length, KEYS)
+            full_stop, stop = self.keys // KEYS, pl.cdiv(self.keys, KEYS)
         else:
             full_stop, stop = div(ends[0][1] + 1), div(ends[1][1]) + 1
         if ends is not None:
@@ -227,9 +230,12 @@ class Block:
         """Return (factor, rescale): the base-2 softmax has the argument scores · factor.
 
         The largest score has the largest product with factor only if factor > 0. Otherwise, scores
-        are first multiplied by rescale, and factor is 1.
+        are first multiplied by rescale, and factor is 1. With a soft cap c, scores are
+        tanh(QKᵀ · rescale), and factor is log₂e·c.
         """
-        scale = self.sizes.options.scale
+        scale, softcap = self.sizes.options.scale, self.sizes.options.softcap
+        if softcap is not None:
+            return softcap * LOG2_E, scale / softcap
         return (scale * LOG2_E, None) if scale > 0 else (1.0, scale * LOG2_E)
 
     def run(self) -> None:
@@ -412,7 +418,7 @@ class Block:
         last = item.my_stop - 1
         self.k_ring.wait_full(self.k_ring.slot(item.fill(last)))
         if causal:
-            seen = item.first + ROWS - last * KEYS
+            seen = self.sizes.options.position(item.first) + ROWS - last * KEYS
             carry = lax.cond(
                 seen <= KEYS // 2,
                 lambda: self.first_block(item, last, KEYS // 2),
@@ -431,7 +437,8 @@ class Block:
                 carry,
             )
 
-        if self.bounds is not None and not causal:  # the rows' documents may end in other blocks
+        # The rows' documents, or their positions, may end in different blocks.
+        if (self.sizes.options.start or 0) % ROWS if causal else self.bounds is not None:
             carry = steps(last, item.full_stop, carry, masked=True)
         full_from = jnp.minimum(last, item.full_stop)
         carry = steps(full_from, item.full_start, carry, masked=False)
@@ -454,7 +461,7 @@ class Block:
 
         s_MN = pl.run_scoped(qk, plgpu.ACC((ROWS, columns), jnp.float32))
         sizes = self.sizes
-        masked = sizes.options.causal or sizes.documents or sizes.length % KEYS != 0
+        masked = sizes.options.causal or sizes.documents or sizes.keys % KEYS != 0
         m_M, p_MN = self.softmax(item, s_MN, last, masked, None)
         l_M, p_MN = p_MN.sum(axis=1), p_MN.astype(sizes.dtype)
         if columns < KEYS:
@@ -507,6 +514,8 @@ class Block:
         factor, rescale = self.factors
         if rescale is not None:
             s_MN = s_MN * rescale
+        if self.sizes.options.softcap is not None:
+            s_MN = jnp.tanh(s_MN)  # tanh.approx: a relative error of 2⁻¹¹
         if masked:
             s_MN = self.hide(item, s_MN, j)
         top_M = s_MN.max(axis=1) * factor
@@ -521,9 +530,10 @@ class Block:
         """
         hidden = max(-1e30 / self.factors[0], -3e38)
         key = j * KEYS
-        mask = Mask(self.sizes.options, self.sizes.length, self.bounds)
+        mask = Mask(self.sizes.options, self.sizes.keys, self.bounds)
+        first = self.sizes.options.position(item.first)
         columns = None if self.bounds is None else self.scratch.columns.at[self.me]
-        return mask.hide(s_MN, item.b, item.first, key, hidden, columns)
+        return mask.hide(s_MN, item.b, first, key, hidden, columns)
 
     def start_pv(self, item, o_acc, p_MN, j) -> None:
         """Wait for the values of block j, and issue O += P V."""

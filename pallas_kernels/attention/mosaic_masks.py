@@ -22,14 +22,17 @@ ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 class Mask:
     """Mask of the keys that queries see.
 
+    Queries are named by their positions among the keys.
+
     Attributes:
         options: `Options`.
+        keys: number of keys.
         bounds: the padded bounds of documents in global memory (`documents.padded`), or None. The
             bounds include the window.
     """
 
     options: Any
-    length: int
+    keys: int
     bounds: Any
 
     def hide(self, s_MN, b, query, key, hidden, columns):
@@ -42,7 +45,7 @@ class Mask:
         if self.bounds is None:
             query_MN = _iota(s_MN.shape, 0) + query
             key_MN = _iota(s_MN.shape, 1) + key
-            seen_MN = key_MN <= query_MN if self.options.causal else key_MN < self.length
+            seen_MN = key_MN <= query_MN if self.options.causal else key_MN < self.keys
             if self.options.window is not None:
                 seen_MN &= key_MN > query_MN - self.options.window
             return jnp.where(seen_MN, s_MN, hidden)
@@ -55,15 +58,15 @@ class Mask:
         seen_MN &= columns_MN <= lax.broadcast_in_dim(last_M - key, s_MN.shape, [0])
         return jnp.where(seen_MN, s_MN, hidden)
 
-    def hide_transposed(self, x, b, key, query, columns):
-        """Replace the hidden scores of x by −∞. x is keys×queries, from `key` and `query` on.
+    def hide_transposed(self, x, b, key, query, columns, hidden):
+        """Replace the hidden scores of x. x is keys×queries, from `key` and `query` on.
 
         Args:
             columns: the numbers 0, 1, … in shared memory, one for each query.
         """
         keys = key + _iota(x.shape, 0)
         if not self.options.causal and self.bounds is None:
-            return jnp.where(keys < self.length, x, -jnp.inf)
+            return jnp.where(keys < self.keys, x, hidden)
         columns = _columns(columns, x.shape)
         first = keys
         if self.bounds is not None and not self.options.causal:
@@ -74,7 +77,7 @@ class Mask:
             seen &= columns <= lax.broadcast_in_dim(last, x.shape, [0])
         elif self.options.window is not None:
             seen &= columns < keys - query + self.options.window
-        return jnp.where(seen, x, -jnp.inf)
+        return jnp.where(seen, x, hidden)
 
     def on_an_edge(self, key, query, queries, seen_by):
         """Return whether a tile needs a mask: some query does not see some of the `HALF` keys.
@@ -86,7 +89,7 @@ class Mask:
             edge = query + (queries - 1) > seen_by[1]
             return edge | (query < (key + HALF - 1 if self.options.causal else seen_by[0]))
         if not self.options.causal:
-            return key + HALF > self.length
+            return key + HALF > self.keys
         edge = query < key + HALF - 1
         if self.options.window is not None:
             edge |= query + queries - 1 >= key + self.options.window
