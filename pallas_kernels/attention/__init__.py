@@ -397,6 +397,12 @@ def _softcap_example(rows, dtype):
 
 
 @_dispatch.example("flash_attention")
+def _chunk_example(rows, dtype):
+    """Soft cap, and more keys than queries: Mosaic's kernels support both."""
+    return _example_of_options(rows, dtype, 2, softcap=2.0)
+
+
+@_dispatch.example("flash_attention")
 def _bias_example(rows, dtype):
     """Bias, sinks, and more keys than queries."""
     return _example_of_options(rows, dtype, 2, lambda t, s: {"bias": (1, 4, t, s), "sinks_H": (4,)})
