@@ -4,8 +4,8 @@ The folder is nanochat's eval_bundle: core.yaml, eval_data/ and eval_meta_data.c
 
 1. Shuffle the items with the seed 1337.
 2. For item i draw the few-shot examples from the other items with the seed 1234 + i.
-3. Render prompts: examples and item are joined by an empty line; an end-of-text token precedes the
-   prompt. A prompt longer than block_size loses its first tokens.
+3. Render prompts: examples and item are joined by an empty line; the tokenizer's begin-of-text or
+   end-of-text token precedes the prompt. A prompt longer than block_size loses its first tokens.
 4. multiple_choice: choose the continuation with the largest mean log-probability of the tokens
    after the common prefix of all prompts. schema: choose the context that gives the common suffix
    of all prompts the largest mean. language_modeling: correct if each token of the continuation is
@@ -137,7 +137,8 @@ def score_task(scorer: Scorer, tokenizer: Any, task: CoreTask, count: int) -> li
 def _rows(tokenizer: Any, task: CoreTask, most: int, index: int) -> list[Row]:
     """Return the rows of an item, each of at most `most` tokens."""
     encoded = tokenizer.encode_batch(task.prompts(index))
-    sequences = [np.concatenate([[tokenizer.eot], ids]).astype(np.int32) for ids in encoded]
+    begin = [*tokenizer.prefix] or [tokenizer.eot]
+    sequences = [np.concatenate([begin, ids]).astype(np.int32) for ids in encoded]
     if task.kind == "language_modeling":
         without, whole = sequences
         starts, sequences = [len(without)], [whole]
