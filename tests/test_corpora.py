@@ -177,7 +177,7 @@ def test_a_dataset_of_the_hub_is_streamed(monkeypatch):
     with pytest.raises(CorpusError, match="datasets: no train: ConnectionError: no route"):
         corpora.hub("no")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CorpusError, match=r"pip install -e '.\[datasets\]'"):
+    with pytest.raises(CorpusError, match=r"pip install 'gptjax\[datasets\]'"):
         corpora.hub("me/mine")
 
 
@@ -195,7 +195,7 @@ def test_parquet_files_are_streamed(tmp_path, monkeypatch):
     with pytest.raises(CorpusError, match="c.parquet: "):
         [*corpora.parquet([tmp_path / "c.parquet"]).documents()]
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(CorpusError, match=r"pip install -e '.\[parquet\]'"):
+    with pytest.raises(CorpusError, match=r"pip install 'gptjax\[parquet\]'"):
         corpora.parquet([tmp_path])
 
 

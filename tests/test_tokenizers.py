@@ -256,5 +256,5 @@ def test_what_is_no_usable_tokenizer_json_is_refused(tmp_path, monkeypatch):
     with pytest.raises(TokenizerError, match="gpt2 has an end-of-text token; leave out --eot"):
         get_tokenizer("gpt2", eot="x")
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(TokenizerUnavailable, match=r"pip install -e '.\[tokenizers\]'"):
+    with pytest.raises(TokenizerUnavailable, match=r"pip install 'gptjax\[tokenizers\]'"):
         get_tokenizer(file)

@@ -390,8 +390,8 @@ def _package(path: str | os.PathLike) -> Any:
         import tokenizers
     except ImportError as error:
         raise TokenizerUnavailable(
-            f"{path}: a tokenizer.json needs the package tokenizers, found none; pip install -e "
-            "'.[tokenizers]'"
+            f"{path}: a tokenizer.json needs the package tokenizers, found none; pip install "
+            "'gptjax[tokenizers]'"
         ) from error
     return tokenizers
 
