@@ -6,12 +6,14 @@ launch, and adds no collective for the axes that may be sharded. Without a rule,
 gather the arrays on every device.
 """
 
+import contextvars
 import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
@@ -31,10 +33,12 @@ class Rule:
             merges an axis k, which may be sharded, and an axis g inside it, which may not.
         over: names of the axes that may be sharded. The compiler gathers the other axes, or raises
             an error if these are explicit axes of the mesh.
+        reduced: names over whose shards the function itself reduces its results (`shards_of`).
     """
 
     axes: str
     over: str
+    reduced: str = ""
 
     @property
     def sides(self) -> list[list[Names]]:
@@ -53,7 +57,7 @@ class Rule:
                     more = " ".join(f"{stem}{j}" for j in range(len(sizes)))
                     more = stem if len(sizes) == 1 else more
                     axes, over = self.axes.replace(name, more), self.over.replace(name, more)
-                    return Rule(axes, over), sizes
+                    return Rule(axes, over, self.reduced), sizes
         return self, ()
 
     def mapped(self, name: str, flags: list[bool]) -> "Rule":
@@ -63,7 +67,8 @@ class Rule:
         given = zip(sides[0], flags, strict=True)
         arguments = [f"{name} {term}" if flag else term for term, flag in given]
         results = [f"{name} {term}" for term in sides[1]]
-        return Rule(f"{', '.join(arguments)} -> {', '.join(results)}", f"{name} {self.over}")
+        axes = f"{', '.join(arguments)} -> {', '.join(results)}"
+        return Rule(axes, f"{name} {self.over}", self.reduced)
 
     def sharded(
         self, names: list[Names], specs: list[Any], sizes: dict[str, int], devices: dict[str, int]
@@ -87,6 +92,37 @@ class Rule:
         return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Shards:
+    """The shards of an axis, inside the function of a `Rule`. Without mesh axes, the array of the
+    function is the whole array."""
+
+    axes: tuple[str, ...] = ()
+
+    def sum(self, x: Any) -> Any:
+        """Return the sum of x over the shards."""
+        return jax.lax.psum(x, self.axes) if self.axes else x
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the maximum of x over the shards."""
+        return jax.lax.pmax(x, self.axes) if self.axes else x
+
+    def places(self, size: int) -> jax.Array:
+        """Return the places in the whole axis of a shard of this size, int32."""
+        place = jnp.arange(size, dtype=jnp.int32)
+        return place + size * jax.lax.axis_index(self.axes) if self.axes else place
+
+
+_mesh_axes: contextvars.ContextVar[dict[str, tuple[str, ...]] | None] = contextvars.ContextVar(
+    "mesh_axes", default=None
+)
+
+
+def shards_of(name: str) -> Shards:
+    """Return the shards of an axis that a `Rule` names. Call it while the function is traced."""
+    return Shards((_mesh_axes.get() or {}).get(name, ()))
+
+
 def outer(name: str) -> str:
     """Return the axis that may be sharded of an axis such as "k.g"."""
     return name.partition(".")[0]
@@ -101,8 +137,9 @@ def may_shard() -> bool:
     return jax.device_count() > 1 and (mesh.empty or left > 1)
 
 
-def automatic(f: Callable, x: jax.Array, w: Any) -> Callable:
-    """Wrap f, with a result x w: all axes of the mesh are automatic in f.
+def automatic(f: Callable, x: jax.Array, w: Any = None) -> Callable:
+    """Wrap f, with a result x w: all axes of the mesh are automatic in f. Without w, the results
+    have the rows of x and no columns.
 
     With explicit axes, JAX's matmuls raise an error where the sharding of the result is ambiguous.
     The result is sharded as the rows of x and the columns of w. An axis of the mesh that shards
@@ -113,6 +150,8 @@ def automatic(f: Callable, x: jax.Array, w: Any) -> Callable:
     if not explicit or mesh.manual_axes:
         return f
     *rows, _ = jax.typeof(x).sharding.spec
+    if w is None:
+        return jax.sharding.auto_axes(f, axes=explicit, out_sharding=PartitionSpec(*rows))
     *_, columns = jax.typeof(jax.tree.leaves(w)[0]).sharding.spec
     used = {axis for axes in rows for axis in ((axes,) if isinstance(axes, str) else axes or ())}
     taken = used & {*((columns,) if isinstance(columns, str) else columns or ())}
@@ -128,7 +167,8 @@ def _axes_of(mesh: AbstractMesh, kind: AxisType) -> tuple[str, ...]:
 def sharded(f: Callable, rule: Rule | None) -> Callable:
     """Wrap f, which launches kernels, to run on the shards of arrays that the compiler may shard.
 
-    With one device, and where all axes of the mesh are manual, f runs as it is.
+    With one device, where all axes of the mesh are manual, and inside another such function, f runs
+    as it is.
     """
 
     def launch(*args: Any) -> Any:
@@ -137,7 +177,7 @@ def sharded(f: Callable, rule: Rule | None) -> Callable:
         mesh = jax.sharding.get_abstract_mesh()
         shapes = [None if x is None else x.shape for x in _leaves(args)]
         f_merged, (of_arrays, _) = _merging(f, rule), rule.of_shapes(shapes)
-        if not may_shard():
+        if not may_shard() or _mesh_axes.get() is not None:
             return f_merged(*args)
         return _partitioned(f_merged, of_arrays, args, mesh)
 
@@ -230,13 +270,17 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
         axes = rule.sharded(arguments, specs, sizes, dict(mesh.shape))
 
         def on_shard(*shards):
-            # An explicit axis of the mesh would belong to the types of the shards.
-            with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
-                out, structure = jax.tree.flatten(f(*shards))
-                for i, names in enumerate(results[0]):
-                    own = {outer(name) for name in names}
-                    over = [axis for name in axes if name not in own for axis in axes[name]]
-                    out[i] = jax.lax.psum(out[i], tuple(over)) if over else out[i]
+            token = _mesh_axes.set(axes)
+            try:
+                # An explicit axis of the mesh would belong to the types of the shards.
+                with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+                    out, structure = jax.tree.flatten(f(*shards))
+                    for i, names in enumerate(results[0]):
+                        own = {*rule.reduced.split(), *map(outer, names)}
+                        over = [axis for name in axes if name not in own for axis in axes[name]]
+                        out[i] = Shards(tuple(over)).sum(out[i])
+            finally:
+                _mesh_axes.reset(token)
             return jax.tree.unflatten(structure, out)
 
         def shardings(tree, side):

@@ -26,6 +26,8 @@ N rows the caller divides by N.
 Back ends:
     triton: one program per row. The program loads the row from HBM, loads the row again from the L2
         cache, and overwrites the row. NVIDIA GPUs from Ampere on.
+        On logits that are sharded over the columns, each device runs plain JAX between two
+        all-reduces of the rows: of the maxima, and of the sums of exp and the targets' logits.
     xla: plain JAX with fp32 statistics; any device.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
         work, through all results. Any device.
@@ -45,7 +47,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels._partition import Rule
+from pallas_kernels._partition import Rule, shards_of
 from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.gemm.operands import E5M2, largest, stochastic_e5m2
 
@@ -276,9 +278,23 @@ def reference(logits_NV, targets_N, *, vocab_size=None, target_weights=None, wei
 
 
 def log_sum_exp(loss: Loss, logits_NV):
-    """Return lse_N in fp32."""
-    real_NV = logits_NV[:, : loss.vocab_size].astype(jnp.float32)
-    return jax.nn.logsumexp(apply_softcap(real_NV, loss.softcap), axis=-1)
+    """Return lse_N in fp32. On a shard of the columns, the gradient is that of its columns."""
+    shards = shards_of("v")
+    if not (shards.axes or _dispatch.partitioned(logits_NV)):
+        real_NV = logits_NV[:, : loss.vocab_size].astype(jnp.float32)
+        return jax.nn.logsumexp(apply_softcap(real_NV, loss.softcap), axis=-1)
+    # A slice would move columns between devices.
+    real_1V = (shards.places(logits_NV.shape[1]) < loss.vocab_size)[None]
+    z_NV = jnp.where(real_1V, logits_NV, 0).astype(jnp.float32)
+    z_NV = jnp.where(real_1V, apply_softcap(z_NV, loss.softcap), -jnp.inf)
+    if not shards.axes:
+        return jax.nn.logsumexp(z_NV, axis=-1)
+    constant_NV = jax.lax.stop_gradient(z_NV)
+    largest_N = shards.max(constant_NV.max(-1))
+    sum_N = shards.sum(jnp.exp(constant_NV - largest_N[:, None]).sum(-1))
+    lse_N = largest_N + jnp.log(sum_N)
+    share_N = jnp.exp(z_NV - lse_N[:, None]).sum(-1)
+    return lse_N + (share_N - jax.lax.stop_gradient(share_N))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -368,13 +384,23 @@ def _run(options, logits_NV, labels, weights_M):
     if options.backend == "triton":
         from pallas_kernels.classifier import triton
 
-        f = functools.partial(triton.classify, scale=scale, **how)
+        def f(*args):
+            if shards_of("v").axes:
+                return _in_jax(options, *args)
+            return triton.classify(*args, scale=scale, **how)
+
         columns = "n* m" if labels[0].ndim == 2 else "n*"
-        rule = Rule(f"n* v, {columns}, n*, m -> n*, n* v, n*", over="n*")
-        how = {"rule": rule, "overwrites": scale is None}
-        launch = _calls.batched("fused_classifier", f, **how)
+        axes = f"n* v, {columns}, n*, m -> n*, n* v, n*"
+        rule = Rule(axes, over="n* v", reduced="v")
+        batched = {"rule": rule, "overwrites": scale is None}
+        launch = _calls.batched("fused_classifier", f, **batched)
         return launch(logits_NV, *labels, weights_M)
-    losses_N, dlogits_NV, lse_N = _in_xla(logits_NV, *labels, weights_M, **how)
+    return _in_jax(options, logits_NV, *labels, weights_M)
+
+
+def _in_jax(options, logits_NV, *arrays):
+    scale = options.scale
+    losses_N, dlogits_NV, lse_N = _in_xla(logits_NV, *arrays, **vars(options.loss))
     if scale is None:
         return losses_N, dlogits_NV.astype(logits_NV.dtype), lse_N
     dlogits_NV = (dlogits_NV * scale).clip(-largest(E5M2), largest(E5M2))
@@ -415,13 +441,14 @@ def _in_xla(
         weights_NM = weights_NM * weights_N[:, None]
     x_NV = logits_NV.astype(jnp.float32)
     z_NV = apply_softcap(x_NV, softcap)
-    column_1V = jnp.arange(logits_NV.shape[1], dtype=jnp.int32)[None, :]
-    if vocab_size < logits_NV.shape[1]:
+    shards = shards_of("v")
+    column_1V = shards.places(logits_NV.shape[1])[None, :]
+    if vocab_size < logits_NV.shape[1] or shards.axes:
         z_NV = jnp.where(column_1V < vocab_size, z_NV, -jnp.inf)
-    largest_N1 = z_NV.max(-1, keepdims=True)
+    largest_N1 = shards.max(z_NV.max(-1, keepdims=True))
     z_NV = z_NV - largest_N1
     exp_NV = jnp.exp(z_NV)
-    sum_N1 = exp_NV.sum(-1, keepdims=True)
+    sum_N1 = shards.sum(exp_NV.sum(-1, keepdims=True))
     lse_N = (largest_N1 + jnp.log(sum_N1))[:, 0]
     sum_N1 = jnp.where((known_NM | ignored_NM).all(-1, keepdims=True), sum_N1, jnp.nan)
     d_NV = exp_NV / sum_N1
@@ -429,13 +456,14 @@ def _in_xla(
         d_NV = d_NV * (1 + 2 * z_loss * lse_N[:, None])
     if label_smoothing:
         d_NV = d_NV - label_smoothing / vocab_size
-        mean_N = jnp.where(column_1V < vocab_size, z_NV, 0.0).sum(-1) / vocab_size
+        mean_N = shards.sum(jnp.where(column_1V < vocab_size, z_NV, 0.0).sum(-1)) / vocab_size
     if not (weights_M is None and weights_N is None):
         d_NV = d_NV * weights_NM.sum(-1, keepdims=True)
     losses_NM = []
     for m in range(targets_NM.shape[1]):
         hit_NV = column_1V == targets_NM[:, m, None]
-        z_N, share = jnp.where(hit_NV, z_NV, 0.0).sum(-1), weights_NM[:, m, None]
+        z_N = shards.sum(jnp.where(hit_NV, z_NV, 0.0).sum(-1))
+        share = weights_NM[:, m, None]
         if label_smoothing:
             z_N = (1 - label_smoothing) * z_N + label_smoothing * mean_N
             share = (1 - label_smoothing) * share

@@ -20,7 +20,9 @@ Back ends:
         removes that branch. If all tokens are one chunk, in fp32 or bf16, the backward pass runs
         the matmuls of both gradients, with g x in place of x: multiplying dW would be one more
         pass over dW. If the compiler shards the tokens under `jax.jit`, each device processes its
-        rows in chunks, with all of W, and one all-reduce sums dW.
+        rows in chunks, and one all-reduce sums dW. If it shards W over the vocabulary, each device
+        computes the logits of its columns: two all-reduces of each chunk combine the softmax
+        (`classifier`), one sums dx, and dW stays sharded.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
     reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
@@ -45,7 +47,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
-from pallas_kernels._partition import Rule, sharded
+from pallas_kernels._partition import Rule, automatic, sharded, shards_of
 from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.classifier import (
     Loss,
@@ -179,7 +181,8 @@ def linear_cross_entropy(
         if one and not numerics.quantized and x_NC.dtype != jnp.float16:
             f = _in_one_chunk
     options = Options(chunk, numerics, loss)
-    losses_N, lse_N = numerics.call("linear_cross_entropy", f, options, *arrays)
+    call = functools.partial(numerics.call, "linear_cross_entropy", f, options)
+    losses_N, lse_N = (automatic(call, x_NC) if numerics.quantized else call)(*arrays)
     if not return_lse:
         return losses_N
     if backend == "fused":
@@ -229,7 +232,8 @@ class Options:
         if self.numerics.quantized:
             return f(x_NC, w_VC, labels, weights_M, *rows)
         targets = "n m" if labels[0].ndim == 2 else "n"
-        rule = Rule(f"n c, v c, {targets}, n, m{', n' * len(rows)} -> {results}", over="n")
+        axes = f"n c, v c, {targets}, n, m{', n' * len(rows)} -> {results}"
+        rule = Rule(axes, over="n v", reduced="v")
         on_shards = jax.custom_batching.custom_vmap(sharded(f, rule))
 
         @on_shards.def_vmap
@@ -312,8 +316,8 @@ def _fused_forward(options, x_NC, w_VC, labels, weights_M):
 def _gradients(options, x_NC, w_VC, labels, weights_M):
     head = options.numerics.head(w_VC, x_NC.dtype)
     gradients = functools.partial(options.gradients, head, weights_M)
-    rows, dw_VC = options.over_chunks(gradients, x_NC, labels)
-    return *rows, dw_VC
+    (losses_N, lse_N, dx_NC), dw_VC = options.over_chunks(gradients, x_NC, labels)
+    return losses_N, lse_N, shards_of("v").sum(dx_NC), dw_VC
 
 
 def _scaled(x_KC, g_K):
@@ -376,7 +380,8 @@ def _lse_gradients(options, x_NC, w_VC, labels, weights_M, g_N):
         dx_KC, dw_VC = jax.vjp(lse, x_KC, w_VC)[1](g_K)
         return dx_KC, dw_VC.astype(jnp.float32)
 
-    return options.over_chunks(of_chunk, x_NC, g_N)
+    dx_NC, dw_VC = options.over_chunks(of_chunk, x_NC, g_N)
+    return shards_of("v").sum(dx_NC), dw_VC
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
