@@ -63,6 +63,7 @@ def test_four_devices_launch_kernels_on_their_shards(style):
     collectives are sums: nothing is gathered."""
     choices, text = json.loads(run("-c", COMPILE, str(FOLDER / f"{style}.py"), devices=4))
     assert {choices[name] for name in ("flash_attention", "mlp", "rms_norm")} == {"triton"}
+    assert choices["linear_cross_entropy"] == "fused"
     launches = re.findall(r" = (.*?) custom-call\(.*xla_ffi_python", text)
     shapes = {shape for launch in launches for shape in re.findall(r"f32\[([\d,]+)\]", launch)}
     assert {"8,64,2,32", "512,256", "512,128"} <= shapes  # (B, T, H, D), (N, F) and (N, C)
