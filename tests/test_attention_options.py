@@ -201,6 +201,14 @@ def test_queries_that_see_no_key(backend):
         assert (dq[:, :17] == 0).all() and all(jnp.isfinite(x).all() for x in (dq, dk, dv))
 
 
+def test_a_bias_masks_nan(backend):
+    """A key that a bias hides from every query may be NaN, for example in padding."""
+    (q, k, v), *_ = arguments((1, 20, 20, 2, 1, 8, 8), FP32, {})
+    bias = jnp.broadcast_to(jnp.where(jnp.arange(20) < 13, 0, -jnp.inf), (1, 1, 20, 20))
+    attend = functools.partial(flash_attention, causal=False, bias=bias, implementation=backend)
+    np.testing.assert_array_equal(attend(q, k.at[:, 13:].set(jnp.nan), v), attend(q, k, v))
+
+
 @pytest.mark.parametrize("mapped", [(0, 0, 0, 0), (0, 0, 0, None)])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_vmap_of_a_bias(batch, mapped, triton_on_cpu):

@@ -179,10 +179,14 @@ def capped(s, SCALE: tl.constexpr, SCORE: tl.constexpr):
 
 @triton.jit
 def biased(s_, t, s, t0, bias_ptr, MASK: tl.constexpr, SCORE: tl.constexpr):
-    """Add the bias to the scores of queries t and keys s. bias_ptr is the bias of the head."""
+    """Add the bias to the scores of queries t and keys s. bias_ptr is the bias of the head.
+
+    A bias of −∞ masks any score, also NaN.
+    """
     if SCORE.BIAS == "scores":
         at = bias_ptr + tl.cast(t0, tl.int64) * MASK.S + ((t - t0) * MASK.S + s)
-        return s_ + tl.load(at, mask=(t < MASK.T) & (s < MASK.S), other=0.0).to(tl.float32)
+        bias = tl.load(at, mask=(t < MASK.T) & (s < MASK.S), other=0.0).to(tl.float32)
+        return tl.where(bias == float("-inf"), bias, s_ + bias)
     else:
         return s_ + (s - t - SCORE.START) * tl.load(bias_ptr).to(tl.float32)
 

@@ -33,7 +33,8 @@ def materialized(options, q_BTHD, k_BSKD, v_BSKE, bounds, bias):
     if options.softcap is not None:
         scores_BKGTS = options.softcap * jnp.tanh(scores_BKGTS / options.softcap)
     if bias is not None:
-        scores_BKGTS += _bias(options, bias, t, s, groups, h // groups)
+        bias_BKGTS = _bias(options, bias, t, s, groups, h // groups)
+        scores_BKGTS = jnp.where(bias_BKGTS == -jnp.inf, -jnp.inf, scores_BKGTS + bias_BKGTS)
     visible_BTS = visible(options, t, s, bounds)
     if visible_BTS is not None:
         scores_BKGTS = jnp.where(visible_BTS[:, None, None], scores_BKGTS, -jnp.inf)
