@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from typing import SupportsIndex
 
+import jax
 import jax.numpy as jnp
 
 from pallas_kernels._dispatch import DTYPES
@@ -22,7 +23,7 @@ _HINTS = {
 
 def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
     """Wrap f: options of other libraries, and options passed by position, raise a TypeError that
-    says what to write."""
+    says what to write; so do traced numbers."""
     arrays = sum(
         p.kind == p.POSITIONAL_OR_KEYWORD for p in inspect.signature(f).parameters.values()
     )
@@ -33,6 +34,10 @@ def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
             raise TypeError(f"{f.__name__}: unknown option {name}: {_HINTS[name]}")
         if len(args) > arrays:
             raise TypeError(f"{f.__name__}: options are passed by name, such as causal=True")
+        for name in ("scale", "window", "softcap", "query_start"):
+            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(options.get(name))):
+                why = "is compiled into the kernel: pass a Python number, not a traced array"
+                raise TypeError(f"{f.__name__}: {name} {why}")
         return f(*args, **options)
 
     return call
