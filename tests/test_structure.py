@@ -11,7 +11,7 @@ SRC, KERNELS = (Path(package.__file__).parent for package in (gptjax, pallas_ker
 TRAIN = Path(__file__).parent.parent / "train.py"
 # A file of a layer imports files of its own layer and of lower layers only, which stand below it.
 LAYERS = (
-    "__main__ bench checkpoints doctor evaluate export init model_options plot sample train",
+    "__main__ bench checkpoints doctor evaluate export init model_options plan plot sample train",
     "processes training",
     "evaluation generation weights",
     "cli config stages timeline",

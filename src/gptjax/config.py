@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from gptjax import stages as staging
 from gptjax.fields import NonNegativeInt, PositiveInt, Seed, check_fields, flag, tuples
@@ -287,7 +287,7 @@ class Config:
         return staging.schedules(self.optimizer, self.stages, self.max_steps)
 
     def build_optimizer(
-        self, mesh: Mesh, schedules: Mapping[str, optax.Schedule] | None = None
+        self, mesh: Mesh | AbstractMesh, schedules: Mapping[str, optax.Schedule] | None = None
     ) -> Scheduled:
         """Return the optimizer for the model's parameters, with its learning rate.
 

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 Strategy = Literal["data", "zero1", "fsdp"]
@@ -99,12 +99,12 @@ class Parallel:
     """A mesh and a strategy.
 
     Attributes:
-        mesh: from `data_mesh`.
+        mesh: from `data_mesh`; an abstract mesh for traces.
         strategy: see the module's docstring.
         reduce_dtype: dtype in which gradients are summed over the devices.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     strategy: Strategy = "data"
     reduce_dtype: Any = jnp.float32
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from gptjax.fields import (
     DecayRate,
@@ -119,7 +119,7 @@ class OptimizerConfig:
         *,
         total_steps: int,
         groups: Sequence[Group],
-        mesh: Mesh,
+        mesh: Mesh | AbstractMesh,
         schedules: Mapping[str, optax.Schedule] | None = None,
     ) -> optax.GradientTransformation:
         """Return the transformation of a run: clipping, optimizer, learning rate and decay.
@@ -135,7 +135,10 @@ class OptimizerConfig:
         return self._build(schedules or self.schedules(total_steps), groups, mesh)
 
     def _build(
-        self, schedules: Mapping[str, optax.Schedule], groups: Sequence[Group], mesh: Mesh
+        self,
+        schedules: Mapping[str, optax.Schedule],
+        groups: Sequence[Group],
+        mesh: Mesh | AbstractMesh,
     ) -> optax.GradientTransformation:
         return adamw(**self._adamw_options(schedules))
 

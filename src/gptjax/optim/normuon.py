@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
 
 from gptjax.optim.adamw import add_cautious_decay, matrices_and_adamw
@@ -117,7 +117,10 @@ def orthogonalize(
 
 
 def distributed(
-    method: Callable, mesh: Mesh, axis: str = "data", dtype: jax.typing.DTypeLike = jnp.bfloat16
+    method: Callable,
+    mesh: Mesh | AbstractMesh,
+    axis: str = "data",
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
 ) -> Callable:
     """Shard the replicated batch of an orthogonalization method over a mesh axis.
 
