@@ -330,4 +330,5 @@ def why_not_16_bit(dtype: jax.typing.DTypeLike, others: str = "") -> str | None:
 
 # The lambda looks up `why_not_triton` at each call, since tests replace `why_not_triton`.
 TRITON = BackEnd("triton", lambda facts: why_not_triton(), custom=True)
-XLA, REFERENCE = BackEnd("xla"), BackEnd("reference")
+XLA = BackEnd("xla")
+REFERENCE = BackEnd("reference")

@@ -21,7 +21,8 @@ from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
 from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float
 
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3 = jnp.float8_e4m3fn
+E5M2 = jnp.float8_e5m2
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "has no derivative: call it in the functions of a jax.custom_vjp"
 SAMPLED, GROUP = 16, 256
