@@ -1,7 +1,7 @@
 """GPT-2 124M in bf16 with AdamW on a small corpus: 65.5 M tokens.
 
 Command:   python train.py --config configs/gpt2_124m_docs.py
-Data:      docs_corpus, the 16.9 M tokens of docs/results.md, in a folder of this name in
+Data:      docs_corpus, the 16.9 M tokens of docs/benchmarks.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
 Time:      134 s on one NVIDIA H200, from the command to its end, at 650,024 tokens/s (runs without
@@ -9,7 +9,7 @@ Time:      134 s on one NVIDIA H200, from the command to its end, at 650,024 tok
 Loss:      3.4677 at step 1,000, the mean of 3 seeds (3.4602, 3.4713, 3.4715); 2026-11-24, commits
            71ae0b1, b13d2ab
 
-With 100 steps of warm-up, the mean loss is 3.5625, and runs differ more (docs/fp8.md).
+With 100 steps of warm-up, the mean loss is 3.5625, and runs differ more (docs/precision.md).
 """
 
 from dataclasses import replace

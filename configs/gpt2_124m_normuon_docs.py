@@ -1,7 +1,7 @@
 """GPT-2 124M in bf16 with NorMuon on a small corpus: 65.5 M tokens.
 
 Command:   python train.py --config configs/gpt2_124m_normuon_docs.py
-Data:      docs_corpus, the 16.9 M tokens of docs/results.md, in a folder of this name in
+Data:      docs_corpus, the 16.9 M tokens of docs/benchmarks.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200 or H100 (80 GB)
 Time:      138 s on one NVIDIA H200, from the command to its end, at 627,188 tokens/s (runs without

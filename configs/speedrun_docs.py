@@ -1,7 +1,7 @@
 """The speedrun's model and optimizer (configs/speedrun_pr233.py) on a small corpus: one epoch.
 
 Command:   python train.py --config configs/speedrun_docs.py
-Data:      docs_corpus, the 16.9 M tokens of docs/results.md, in a folder of this name in
+Data:      docs_corpus, the 16.9 M tokens of docs/benchmarks.md, in a folder of this name in
            data_dir. Another dataset: --dataset NAME.
 Hardware:  one H200; a step needs 29.1 GiB. On two or four GPUs: --micro-batch 2 or 1.
 Time:      231 s, of which 47 s of compilation
@@ -11,7 +11,7 @@ configs/gpt2_124m_docs.py and configs/gpt2_124m_normuon_docs.py train GPT-2 124M
 speedrun's model would memorize the corpus: its embedding tables have 425 M parameters.
 
 512 steps of 32,768 tokens on average, in the record's proportions: an eighth of the tokens of the
-record's steps, the same windows. matrix_learning_rate is the best one of docs/speedrun.md, where
+record's steps, the same windows. matrix_learning_rate is the best one of benchmarks/results/speedrun/compare.json, where
 the other learning rates have the same factor; here, they are the record's. Documents are not cut:
 cut to the record's lengths, the corpus has a quarter of its tokens. Sequences are shuffled: the
 corpus has documents of up to 485,791 tokens, which in order would fill many steps one by one.

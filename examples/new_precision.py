@@ -3,7 +3,7 @@
     python train.py --config examples/new_precision.py
 
 `pallas_kernels.gemm.Fp8` has constant scales for activations, and reads a sample of a gradient.
-Here each conversion first reads its whole array (docs/kernels/fp8.md). A class says how an
+Here each conversion first reads its whole array (docs/precision.md). A class says how an
 activation, a weight and a gradient become operands, and how two operands are multiplied; every
 layer of GPT-2 with matmuls of the blocks, and the head, uses it in the training step. Evaluation
 computes in bf16.

@@ -51,11 +51,20 @@ def test_a_changed_figure_and_a_missing_table_are_found(tmp_path, monkeypatch, c
     assert "docs/normuon.md: not current" in capsys.readouterr().out
 
 
-def test_a_caption_has_the_origin_as_the_file_has_it():
-    result = json.loads((tool.ROOT / "benchmarks/results/step/bf16_64.json").read_text())
-    link = "[bf16_64.json](../benchmarks/results/step/bf16_64.json)"
-    assert f"- {result['device']}, {result['date']}: {link}, " in tool.generate("steps")
-    assert f"- 1 and 2 × {result['device']}, 2026-11-22: [devices_" in tool.generate("scaling")
+def test_a_caption_has_the_origin_as_the_files_have_it():
+    """One link a table: to the result, or the folder of all results."""
+    folder = tool.ROOT / "benchmarks/results"
+    first, last = (
+        json.loads((folder / f"step/{name}.json").read_text())
+        for name in ("bf16_64", "llama3_1b_16_torch")
+    )
+    link = "[step](../benchmarks/results/step)"
+    origin = f"{first['device']}, {first['date']} to {last['date']}: {link}"
+    assert f"\n\n{origin}\n" in tool.generate("steps")
+    result = json.loads((folder / "step/recompute_64.json").read_text())
+    link = "[recompute_64.json](../benchmarks/results/step/recompute_64.json)"
+    assert f"\n\n{result['device']}, {result['date']}: {link}\n" in tool.generate("recompute")
+    assert f"; 1 and 2 × {first['device']}; 2 × " in tool.generate("scaling")
 
 
 def kernel_pages():

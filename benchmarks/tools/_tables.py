@@ -27,22 +27,19 @@ class Results:
             self.read[name] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         return self.read[name]
 
-    def link(self, name: str, text: str | None = None) -> str:
-        """Return a link from the page to the file of a result."""
-        path = FOLDER / f"{name}.json"
-        target = os.path.relpath(path, self.page.parent)
-        return f"[{text or path.name}]({target})"
-
     def caption(self) -> str:
-        """Return one list item for each device and date, with links to the results.
-
-        The files have the command, the versions, the commit and a note on other processes.
+        """Return a line with the devices, the dates, and one link: to the result, or the folder of
+        all results. The files have the command, the versions, the commit and a note on other
+        processes.
         """
-        items: dict[str, list[str]] = {}
-        for name, result in self.read.items():
-            origin = f"{hardware(name, result)}, {result['date']}"
-            items.setdefault(origin, []).append(self.link(name))
-        return "\n".join(f"- {origin}: {', '.join(links)}" for origin, links in items.items())
+        if not self.read:
+            return ""
+        devices = dict.fromkeys(hardware(name, result) for name, result in self.read.items())
+        dates = sorted({result["date"] for result in self.read.values()})
+        names = [FOLDER / f"{name}.json" for name in self.read]
+        common = names[0] if len(names) == 1 else Path(os.path.commonpath(names))
+        link = f"[{common.name}]({os.path.relpath(common, self.page.parent)})"
+        return f"{'; '.join(devices)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {link}"
 
 
 def hardware(name: str, result: dict) -> str:
@@ -81,17 +78,13 @@ def markdown(names: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
 
 STEPS = {
     "124M, bf16, B = 64": "bf16_64",
-    "124M, bf16, B = 4": "bf16_4",
     "124M, TF32, B = 32": "tf32_32",
-    "124M, TF32, B = 4": "tf32_4",
     "124M, true fp32, B = 8": "fp32_8",
     "350M, bf16, B = 96": "gpt2_medium_96",
     "774M, bf16, B = 64": "gpt2_large_64",
     "1558M, bf16, B = 36": "gpt2_xl_36",
-    "1558M, bf16, B = 24": "gpt2_xl_24",
     "Llama 3, 124M, bf16, B = 64": "llama3_124m_64_torch",
     "Llama 3, 1B, bf16, B = 16": "llama3_1b_16_torch",
-    "124M, bf16, B = 4, forward pass and loss": "forward_4",
 }
 
 
@@ -100,12 +93,10 @@ def step_table(results: Results) -> str:
     lines = []
     for label, name in STEPS.items():
         rows = {row["system"]: row for row in results[f"step/{name}"]["rows"]}
-        ours, torch = rows["gptjax"], rows.get("torch")
-        rival = [figure(torch["ms"]), ratio(ours["of_torch"])] if torch else ["", ""]
-        speed = [figure(ours["ms"]), f"**{figure(ours['tokens/s'])}**", percent(ours["mfu"])]
-        link = results.link(f"step/{name}", label)
-        lines.append([link, *speed, f"{ours['peak_gib']:.1f}", *rival])
-    return markdown(("step", "ms", "tokens/s", "MFU", "GiB", "PyTorch, ms", "speedup"), lines)
+        ours = rows["gptjax"]
+        speed = [f"**{figure(ours['tokens/s'])}**", percent(ours["mfu"])]
+        lines.append([label, *speed, f"{ours['peak_gib']:.1f}", ratio(ours["of_torch"])])
+    return markdown(("step", "tokens/s", "MFU", "GiB", "compared with PyTorch"), lines)
 
 
 def recompute_table(results: Results) -> str:
@@ -166,126 +157,46 @@ def separate_ratios(results: Results) -> list[float]:
 
 
 def overview_table(results: Results) -> str:
-    """One line for each page of results."""
-
-    def step(name: str) -> dict:
-        return results[f"step/{name}"]["rows"][0]
-
-    bf16, tf32 = step("bf16_64"), step("tf32_32")
+    """One line for each quantity of the other tables and pictures."""
     rows = [row for row in results["ladder"]["rows"] if row["system"] == "gptjax"]
-    ladder = {row["precision"]: row["since_start"] for row in rows}  # the last rung of each
+    ladder = {row["precision"]: f"{figure(row['since_start'], 3)} ×" for row in rows}  # last rungs
     start = {row["start"]: row["total"] for row in results["startup"]["rows"]}
-    fastest = ratio(bf16["of_torch"])
     two = [r for r in results["scaling"]["compared"] if r["batch"] == 64][0]
     scaled = percent(two["one_gpu_ms"] / two["measured_ms"])
     normuon = [v for k, v in results["learning/learning"]["result"].items() if "normuon" in k][0]
-    attention = separate_ratios(results)
+    slowest, *others, fastest = sorted(separate_ratios(results))
+    shapes = f"{len(others) + 2} shapes"
     generation = results["generate/batch_64"]["rows"][0]
-    speed = "[speed.md](speed.md)"
     lines = [
-        ["124M, bf16, B = 64, tokens/s", figure(bf16["tokens/s"]), speed],
-        ["the same, compared with compiled PyTorch", fastest, speed],
-        ["124M, TF32, B = 32, compared with PyTorch", ratio(tf32["of_torch"]), speed],
-        ["start until the first step, empty caches", f"{start['cold']:.1f} s", speed],
-        ["the same, full caches", f"{start['warm']:.1f} s", speed],
+        ["start until the first step, empty caches", f"{start['cold']:.1f} s"],
+        ["the same, full caches", f"{start['warm']:.1f} s"],
         [
-            "all accelerations, compared with fp32 without jit: in bf16, and in FP8",
-            f"{figure(ladder['bf16'], 3)} ×, {figure(ladder['fp8'], 3)} ×",
-            "[speed.md](speed.md#ladder)",
+            "all accelerations in bf16, compared with fp32 without jit",
+            ladder["bf16"],
         ],
-        ["two GPUs, compared with two times one GPU", scaled, "[scaling.md](scaling.md)"],
-        [
-            "flash_attention on an H100, forward and backward, compared with cuDNN: lowest and "
-            f"highest of {len(attention)} shapes",
-            f"{min(attention):.2f} ×, {max(attention):.2f} ×",
-            "[kernels/attention.md](kernels/attention.md)",
-        ],
-        [
-            "generation, 64 sequences, compared with transformers",
-            ratio(generation["of_torch"]),
-            "[kernels/decode.md](kernels/decode.md)",
-        ],
-        [
-            "NorMuon: share of AdamW's steps for AdamW's loss",
-            f"{normuon['fraction_of_steps']:.2f}",
-            "[normuon.md](normuon.md)",
-        ],
+        ["the same in FP8", ladder["fp8"]],
+        ["two GPUs, compared with two times one GPU", scaled],
+        [f"attention on an H100, compared with cuDNN: slowest of {shapes}", f"{slowest:.2f} ×"],
+        ["the same: fastest", f"{fastest:.2f} ×"],
+        ["generation, 64 sequences, compared with transformers", ratio(generation["of_torch"])],
+        ["NorMuon: share of AdamW's steps for AdamW's loss", f"{normuon['fraction_of_steps']:.2f}"],
     ]
-    return markdown(("quantity, GPT-2 on H200", "result", "page"), lines)
+    return markdown(("quantity, GPT-2 124M on an H200", "result"), lines)
 
 
-GROUPS = {
-    "adamw": "AdamW",
-    "normuon": "NorMuon",
-    "short": "AdamW, 100 steps of warm-up",
-}
-# Results of `bench step`, each with the rows that one command measured.
-FP8_STEPS = (
-    "step/fp8_and_bf16_64",
-    "step/fp8_64_torch",
-    "step/fp8_gpt2_large_64",
-    "step/fp8_gpt2_xl_36",
-    "step/fp8_speedrun_stage_5",
-)
-CONFIGS = {
-    "adamw": "configs/gpt2_124m_docs.py",
-    "normuon": "configs/gpt2_124m_normuon_docs.py",
-}
-
-
-def loss(value: float | None, sign: str = "") -> str:
-    return "not finite" if value is None else f"{value:{sign}.4f}".replace("-", "−")
-
-
-def times(runs: dict) -> tuple[str, str]:
-    """Return tokens/s and seconds of training; empty if other processes used the GPU."""
-    if runs["tokens_per_second"] is None:
-        return "", ""
-    return f"{runs['tokens_per_second']:,}", f"{runs['training_seconds']:.0f}"
+# Results of `bench step`, each with a row in 16 bits, or with the head alone in FP8, and one in FP8.
+FP8_STEPS = ("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_36", "fp8_speedrun_stage_5")
 
 
 def fp8_step_table(results: Results) -> str:
-    """Training steps in FP8. The first row of each file has the speed 1."""
+    """Training steps in FP8, compared with the step of the same command before."""
     lines = []
     for name in FP8_STEPS:
-        rows = results[name]["rows"]
-        lines += [
-            [
-                f"{row['model']}, B = {row['batch']}, {row['system'].replace('torch', 'PyTorch')}",
-                row["precision"],
-                figure(row["tokens/s"]),
-                f"{row.get('needed_gib', row['peak_gib']):.1f}",
-                ratio(rows[0]["ms"] / row["ms"]),
-            ]
-            for row in rows
-        ]
-    head = ("model", "precision", "tokens/s", "GiB", "speed")
-    return markdown(head, lines)
-
-
-def losses_table(results: Results) -> str:
-    """Final losses of FP8 and bf16 with the same tokens."""
-    found, lines = results["fp8_losses"]["result"], []
-    for group, name in GROUPS.items():
-        for precision, runs in found[group].items():
-            difference, error = (
-                "" if runs.get(key) is None else loss(runs[key], sign)
-                for key, sign in (("difference", "+"), ("standard_error", ""))
-            )
-            row = [f"{name}, {precision}", len(runs["finals"]), loss(runs["final"])]
-            lines.append([*row, difference, error])
-    return markdown(("run", "seeds", "final loss, mean", "difference", "standard error"), lines)
-
-
-def recipes_table(results: Results) -> str:
-    """Loss and time of the configs for docs_corpus."""
-    found, lines = results["fp8_losses"]["result"], []
-    for group, config in CONFIGS.items():
-        runs = found[group]["bf16"]
-        seeds = ", ".join(map(loss, runs["finals"]))
-        final = loss(runs["final"])
-        lines.append([f"`{config}`", runs["steps"][0], final, seeds, *times(runs)])
-    head = ("config", "steps", "final loss, mean", "seeds", "tokens/s", "seconds of training")
+        before, row = results[f"step/{name}"]["rows"]
+        memory = [f"{r.get('needed_gib', r['peak_gib']):.1f}" for r in (before, row)]
+        case = f"{row['model']}, B = {row['batch']}"
+        lines.append([case, before["precision"], ratio(before["ms"] / row["ms"]), *memory])
+    head = ("model", "compared with", "speed of `fp8`", "GiB before", "GiB with `fp8`")
     return markdown(head, lines)
 
 
@@ -297,13 +208,11 @@ def back_ends_table(results: Results) -> str:
 DOCS = Path("docs")
 # Name → page from the repository's root, and the function that returns the table.
 TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
-    "overview": (DOCS / "results.md", overview_table),
-    "recipes": (DOCS / "results.md", recipes_table),
-    "steps": (DOCS / "speed.md", step_table),
-    "recompute": (DOCS / "speed.md", recompute_table),
-    "scaling": (DOCS / "scaling.md", scaling_table),
-    "fp8_step": (DOCS / "fp8.md", fp8_step_table),
-    "fp8_losses": (DOCS / "fp8.md", losses_table),
+    "overview": (DOCS / "benchmarks.md", overview_table),
+    "steps": (DOCS / "benchmarks.md", step_table),
+    "recompute": (DOCS / "precision.md", recompute_table),
+    "scaling": (DOCS / "several_gpus.md", scaling_table),
+    "fp8_step": (DOCS / "precision.md", fp8_step_table),
     "learning": (DOCS / "normuon.md", learning_table),
     "back_ends": (DOCS / "cards.md", back_ends_table),
 }

@@ -3,7 +3,7 @@
 python benchmarks/tools/draw_speed.py
 
 gptjax and PyTorch are read from benchmarks/results/step. llm.c was measured in another run
-(docs/results.md), so its times are constants of this file.
+(docs/benchmarks.md), so its times are constants of this file.
 """
 
 import argparse
