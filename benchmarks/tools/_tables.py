@@ -184,7 +184,7 @@ def overview_table(results: Results) -> str:
     return markdown(("quantity, GPT-2 124M on an H200", "result"), lines)
 
 
-# Results of `bench step`, each with a row in 16 bits, or with the head alone in FP8, and one in FP8.
+# Results of `bench step`: a row in bf16, or with the head alone in FP8, then a row in FP8.
 FP8_STEPS = ("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_36", "fp8_speedrun_stage_5")
 
 
