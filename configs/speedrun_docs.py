@@ -12,9 +12,10 @@ speedrun's model would memorize the corpus: its embedding tables have 425 M para
 
 512 steps of 32,768 tokens on average, in the record's proportions: an eighth of the tokens of the
 record's steps, the same windows. matrix_learning_rate is the best one of
-benchmarks/results/speedrun/compare.json, where the other learning rates have the same factor; here, they are the record's. Documents are not cut:
-cut to the record's lengths, the corpus has a quarter of its tokens. Sequences are shuffled: the
-corpus has documents of up to 485,791 tokens, which in order would fill many steps one by one.
+benchmarks/results/speedrun/compare.json, where the other learning rates have the same factor; here,
+they are the record's. Documents are not cut: cut to the record's lengths, the corpus has a quarter
+of its tokens. Sequences are shuffled: the corpus has documents of up to 485,791 tokens, which in
+order would fill many steps one by one.
 """
 
 from dataclasses import replace

@@ -178,7 +178,7 @@ def test_the_sections_that_a_page_links_to_are_there(page):
 
 
 # A script, or a module and its subcommand, which may follow a run's folder.
-MODULE = r"-m gptjax\.[\w.]+(?: runs/\w+(?= [a-z]))?(?: [a-z]\w*)?"
+MODULE = r"-m gptjax\.[\w.]+(?: runs/\w+(?= [a-z]))?(?: [a-z][\w-]*)?"
 SCRIPT = rf"train\.py|{MODULE}|(?:benchmarks|examples)/[\w/]+\.py"
 COMMAND = re.compile(rf"python ({SCRIPT})([^`#\n]*)")
 # The algorithm that has all options of the others.
