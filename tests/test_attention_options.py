@@ -258,6 +258,8 @@ MOSAIC_CASES = [
     ((1, 70, 300, 1, 1, 64, 64), {"query_start": 0}, True),
     ((1, 136, 70, 1, 1, 64, 64), {"causal": False}, False),
     ((1, 136, 136, 2, 1, 64, 64), {"softcap": 1.5, "window": 70}, True),
+    # Rows that see no key of their first block, and a soft cap whose factor is not exact.
+    ((1, 70, 270, 1, 1, 64, 64), {"softcap": 30.0, "scale": -0.3}, True),
     ((1, 64, 200, 1, 1, 128, 128), {"softcap": 30.0, "scale": -0.7}, False),
     (
         (1, 136, 136, 1, 1, 64, 64),

@@ -30,6 +30,7 @@ tile, M queries and N keys.
 
 import collections
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -526,9 +527,11 @@ class Block:
         """Return the scores, with a finite replacement for the scores of hidden keys.
 
         The replacement is finite, since all keys of a row's first block can be hidden. Such a row
-        begins with weights of 1. These weights are multiplied by 0 when the row sees a key.
+        begins with weights of 1. These weights are multiplied by 0 when the row sees a key. As a
+        power of two, the replacement times the factor has no rounding error, which a fused
+        multiply-add would return as an exponent.
         """
-        hidden = max(-1e30 / self.factors[0], -3e38)
+        hidden = -(2.0 ** min(math.floor(math.log2(1e30 / self.factors[0])), 127))
         key = j * KEYS
         mask = Mask(self.sizes.options, self.sizes.keys, self.bounds)
         first = self.sizes.options.position(item.first)
