@@ -32,7 +32,9 @@ BACKWARD_WITH_BIAS_10 = BACKWARD_WITH_BIAS | {4: (16, 10, 1)}
 FOUR_WARPS_A_ROW = 12
 # Up to FEW_ROWS rows, for any dtype. Times of the kernel on an H100 with (24, 4, 2) and with
 # (16, 16, 1): 512×4096 7.4 and 5.7 µs, 2048×4096 29.9 and 20.6 µs, 8192×768 18.5 and 13.7 µs.
-FEW_ROWS, BACKWARD_OF_FEW = 8192, (16, 16, 1)
+# Rows of one warp: two stages, not measured again.
+FEW_ROWS, BACKWARD_OF_FEW, BACKWARD_OF_FEW_SHORT = 8192, (16, 16, 1), (24, 4, 2)
+ONE_WARP = 512  # channels
 # Shared memory per program that every GPU from Ampere on has, minus the scratch of reductions.
 MAX_SHARED_BYTES = 90_000
 
@@ -287,7 +289,8 @@ def backward(options, dy, dtotal, total, stats, scale_C):
     if residual_bias:
         on_10 = (_dispatch.capability() or (9, 0))[0] == 10
         table = BACKWARD_WITH_BIAS_10 if on_10 else BACKWARD_WITH_BIAS
-    elements, warps_per_sm, stages = BACKWARD_OF_FEW if n <= FEW_ROWS else table[itemsize]
+    few = BACKWARD_OF_FEW if c > ONE_WARP else BACKWARD_OF_FEW_SHORT
+    elements, warps_per_sm, stages = few if n <= FEW_ROWS else table[itemsize]
     tile = _tile(n, c, elements, dy.dtype, total.dtype)
     if residual_bias and n > FEW_ROWS and itemsize == 2 and tile["num_warps"] == 4:
         warps_per_sm = FOUR_WARPS_A_ROW
