@@ -603,11 +603,12 @@ def test_mosaic_kernels_can_be_traced_with_x64(name):
 # -------------------------------------------------------------------------- compiled Triton kernels
 
 SHARED_KB = {80: 163, 90: 227}
-TWO_BYTES = {"classifier_kernel", "sum_partials"}
+TWO_BYTES = {"classifier_kernel", "sum_partials", "sum_kernel"}
 """Kernels that load the logit of a target, or store one bf16 number for a column."""
 MOST_NARROW = {
     **{"linear_forward": 16, "classifier_kernel": 3, "several_targets_example": 7},
     **{"norm_forward": 5, "norm_backward": 4, "cached_attention_kernel": 2},
+    "sum_kernel": 7,  # the log-sum-exp of each part, twice, and the sink
     "capped_with_options_example": 9,
 }
 """Loads and stores of less than 16 bytes in an example or kernel; in others at most one, such as

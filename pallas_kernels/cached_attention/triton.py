@@ -55,7 +55,8 @@ def cached_attention(q_BTKGD, k_BSKD, v_BSKD, lengths_B, sinks_KG, *, scale, win
         **{"B": b, "T": t, "S": s, "K": k, "G": g, "D": d, "P": p, "M": m, "N": n, "R": r},
         **{"WINDOW": window, "A": triton.next_power_of_2(b), "SCALE": scale, "SOFTCAP": softcap},
         num_stages=2,
-        num_warps=4,  # 10 % faster than 8, and than three stages
+        # 10 % faster than with 8 warps, or with three stages. In fp32, four warps spill.
+        num_warps=4 if k_BSKD.dtype.itemsize == 2 else 8,
     )
     if r == 1:
         return out_RBTKGD[0]
@@ -82,7 +83,9 @@ def cached_attention_kernel(
     Without a key, the output is 0 and the log₂-sum-exp is LOWEST.
     """
     b, head = tl.program_id(0) // K, tl.program_id(0) % K
-    length = tl.load(length_ptr + b)
+    sequence_A = tl.arange(0, A)
+    length_A = tl.load(length_ptr + sequence_A, mask=sequence_A < B, other=0)
+    length = tl.sum(tl.where(sequence_A == b, length_A, 0), 0)
     row_M = tl.program_id(2) * M + tl.arange(0, M)
     query_M, channel_P = row_M // G, tl.arange(0, P)
     index_M = ((tl.cast(b, tl.int64) * T + query_M) * K + head) * G + row_M % G
@@ -93,7 +96,6 @@ def cached_attention_kernel(
 
     first = tl.maximum(length - T - WINDOW + 1, 0)
     last = tl.minimum(length, S)
-    length_A = tl.load(length_ptr + tl.arange(0, A), mask=tl.arange(0, A) < B, other=0)
     most = tl.max(tl.minimum(length_A, S) - tl.maximum(length_A - T - WINDOW + 1, 0), 0)
     keys = tl.cdiv(tl.cdiv(most, R), N) * N
     start = first + tl.program_id(1) * keys
