@@ -147,7 +147,7 @@ def sum_kernel(
     C: tl.constexpr,
 ):  # fmt: skip
     """Store the weighted sum of the R ≤ A parts of C channels of a row. Grid (ROWS, ⌈D / C⌉)."""
-    STEP: tl.constexpr = min(A, 16)
+    STEP: tl.constexpr = 16
     row = tl.program_id(0)
     part_A = tl.arange(0, A)
     lse_A = tl.load(lse_ptr + part_A * ROWS + row, mask=part_A < R, other=float("-inf"))
