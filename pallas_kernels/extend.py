@@ -22,6 +22,9 @@ operations of a function select.
 module imports neither Triton nor Mosaic GPU.
 """
 
+import collections.abc
+import contextlib
+import unittest.mock
 from typing import Any
 
 import jax
@@ -65,6 +68,7 @@ __all__ = [
     "register",
     "select",
     "title",
+    "tracing_for",
     "triton_call",
     "why_not_16_bit",
 ]
@@ -95,3 +99,32 @@ def triton_call(
     from pallas_kernels import _triton
 
     return _triton.call(kernel, *args, out=out, grid=grid, in_place=in_place, **options)
+
+
+@contextlib.contextmanager
+def tracing_for(compute_capability: tuple[int, int]) -> collections.abc.Iterator[None]:
+    """Select the back ends of an NVIDIA GPU of this compute capability, in traces without one.
+
+    A Triton launch becomes a call of the kernel's name with the same arrays: the functions can be
+    traced and their memory planned, but not compiled or run. Use it with
+    `jax.sharding.use_abstract_mesh` and an `AbstractDevice`, which Mosaic's kernels read.
+    """
+    from pallas_kernels import _dispatch, _triton
+
+    changes = {"platform": lambda: "gpu", "capability": lambda: compute_capability}
+    changes |= {"why_not_triton": lambda: None}
+    with (
+        unittest.mock.patch.multiple(_dispatch, **changes),
+        unittest.mock.patch.object(_triton, "call", _named_call),
+    ):
+        yield
+
+
+def _named_call(kernel, *args, out, in_place=(), **_):
+    """Replace `pallas_kernels._triton.call` by a call of the kernel's name."""
+    arrays = [arg for arg in jax.tree.leaves(args) if hasattr(arg, "dtype")]
+    shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
+    places = {id(array): j for j, array in enumerate(arrays)}
+    aliases = {places[id(args[i])]: k for k, i in enumerate(in_place)}
+    name = getattr(kernel, "__name__", "kernel")
+    return tuple(jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)(*arrays))

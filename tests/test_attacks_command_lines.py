@@ -200,7 +200,7 @@ def cases(folder: Path) -> Iterator[tuple[list[str], str | None]]:
     for name in ("folder.py", "pipe.py", "/dev/null", "/dev/zero", 5000 * "x" + ".py"):
         yield ["--config", str(files / name)], PYTHON
     yield ["--config", str(folder / "no.py")], r"got .*no\.py; there are: .*config\.py"
-    yield [], r"--config FILE is missing.*configs/gpt2_tiny\.py"
+    yield [], r"--config FILE is missing.*gptjax train --config gpt2_tiny"
     yield ["--config"], "--config"
 
 

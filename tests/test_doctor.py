@@ -71,7 +71,7 @@ def test_a_healthy_machine_passes(h200, capsys):
     out = capsys.readouterr().out
     assert "jax-cuda13-plugin  0.12.0\n" in out and "ok       GPUs: 0: NVIDIA H200\n" in out
     assert "ok       driver: the driver supports CUDA 13.0\n" in out
-    assert out.endswith("nothing failed\n")
+    assert out.endswith("nothing failed\nnext: gptjax train --config gpt2_tiny\n")
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,10 @@ def test_a_run_that_cannot_be_resumed_is_refused(config, tmp_path):
             {"seed": 5},
             r"(?s)begun with another config:.*--seed: the checkpoint has 0, now 5.*--nam",
         ),
-        ({"max_steps": 7}, "--max-steps 7: the checkpoint's schedule .* step 6"),
+        (
+            {"max_steps": 7},
+            "--max-steps 7: the checkpoint's cosine schedule .* step 6.*--resume with_changes",
+        ),
         ({"dataset": str(other)}, "was trained on other data"),
     ):
         with pytest.raises(ConfigError, match=says):

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from gptjax.training import liveness
 from gptjax.training.flops import peak_flops
 from gptjax.training.memory import GIB
 from gptjax.training.step import init_state, make_train_step
-from pallas_kernels import _dispatch
+from pallas_kernels.extend import tracing_for
 
 RESERVED = 0.92
 """Share of a GPU's memory that train.py reserves."""
@@ -96,30 +95,12 @@ def rate(config: Config, count: int) -> Rate | None:
     )
 
 
-def _call(kernel, *args, out, in_place=(), **_):
-    """Replace `pallas_kernels._triton.call` by a call of the kernel's name."""
-    arrays = [arg for arg in jax.tree.leaves(args) if hasattr(arg, "dtype")]
-    shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
-    places = {id(array): j for j, array in enumerate(arrays)}
-    aliases = {places[id(args[i])]: k for k, i in enumerate(in_place)}
-    name = getattr(kernel, "__name__", "kernel")
-    return tuple(jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)(*arrays))
-
-
 @contextlib.contextmanager
 def tracing_on(gpu: Gpu) -> Iterator[AbstractDevice]:
     """Select kernels as on a GPU, in traces; nothing can run."""
-    from pallas_kernels import _triton
-
     device = AbstractDevice(device_kind=gpu.kind, num_cores=gpu.sms, platform="cuda")
     mesh = AbstractMesh((), (), abstract_device=device)
-    changes = {"platform": lambda: "gpu", "capability": lambda: gpu.capability}
-    changes |= {"why_not_triton": lambda: None}
-    with (
-        mock.patch.multiple(_dispatch, **changes),
-        mock.patch.object(_triton, "call", _call),
-        jax.sharding.use_abstract_mesh(mesh),
-    ):
+    with tracing_for(gpu.capability), jax.sharding.use_abstract_mesh(mesh):
         yield device
 
 
