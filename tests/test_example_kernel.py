@@ -19,7 +19,7 @@ def test_extend_exports_every_public_name():
     tree = ast.parse(Path(extend.__file__).read_text())
     imported = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     names = {alias.name for node in imported for alias in node.names} - {"Any"}
-    assert {*extend.__all__} == names | {"triton_call"}
+    assert {*extend.__all__} == names | {"tracing_for", "triton_call"}
 
 
 @pytest.mark.parametrize("folder", ["examples", "src"])

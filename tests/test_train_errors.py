@@ -65,7 +65,7 @@ def test_a_run_that_cannot_be_resumed_is_refused(config, tmp_path):
         ),
         (
             {"max_steps": 7},
-            "--max-steps 7: the checkpoint's cosine schedule .* step 6.*--resume with_changes",
+            "--max-steps 7: the checkpoint's cosine .* step 6; add --resume with_ch",
         ),
         ({"dataset": str(other)}, "was trained on other data"),
     ):

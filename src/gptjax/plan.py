@@ -253,4 +253,4 @@ def main(
 
 
 if __name__ == "__main__":
-    sys.exit(tyro.cli(main, prog="python -m gptjax.plan"))
+    sys.exit(tyro.cli(main, prog="gptjax plan"))
