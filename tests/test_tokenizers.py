@@ -214,7 +214,7 @@ def test_training_a_tokenizer(tmp_path, capsys, monkeypatch):
     assert tokenizer.eot == 0 and tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
     text = "".join(tools.TEXTS)
     assert len(tokenizer.encode(text)) < len(text) / 2
-    prepare = said.split("prepare a dataset: python -m gptjax.data ")[1].split()
+    prepare = said.split("next: gptjax data ")[1].split()
     assert main([*prepare, "--data-dir", str(tmp_path / "data")]) == 0
     assert (tmp_path / "data" / f"text_{tokenizer.name}" / "tokenizer.json").is_file()
 

@@ -1,5 +1,6 @@
 """Write train.py and a config into a folder: `gptjax init FOLDER`."""
 
+import functools
 import re
 import shlex
 import sys
@@ -46,5 +47,5 @@ def init(
 
 
 if __name__ == "__main__":
-    command = lambda: tyro.cli(init, prog="gptjax init")  # noqa: E731
+    command = functools.partial(tyro.cli, init, prog="gptjax init")
     sys.exit(exit_code(command, (OSError, ValueError)))

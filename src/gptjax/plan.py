@@ -1,4 +1,4 @@
-"""Plan a run without its GPU: `python -m gptjax.plan configs/gpt2_124m.py --gpu h100 --count 8`."""
+"""Plan a run without its GPU: `gptjax plan gpt2_124m --gpu h100 --count 8`."""
 
 import contextlib
 import dataclasses
@@ -229,7 +229,7 @@ def main(
     """Estimate memory, speed and time of a run on GPUs that this machine does not need to have.
 
     Args:
-        config: Config file of the run.
+        config: Config file of the run, or the name of a config of gptjax.
         gpu: Name of the GPU: h100, h200, a100, a100-40gb, l40s or rtx4090.
         count: Number of GPUs.
         price: USD for a GPU and hour; adds the cost of the run.

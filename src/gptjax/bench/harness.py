@@ -7,8 +7,9 @@ warms up for `WARM_UP_SECONDS`, then measures consecutive rounds.
 A kernel is measured at its full clock, compared with the GPU's own ceilings. One executable calls
 an implementation on several sets of inputs, one call after the other, with separate memory for
 each result: neither the host nor the L2 cache is measured. The executable is long enough that its
-launch, 35 µs, does not count. It runs for about `SECONDS`, rests, and runs again, `ROUNDS` times.
-The result is the time of the median round divided by the number of calls.
+launch does not count: if one call on each set is too short, a loop repeats the calls. It runs for
+about `SECONDS`, rests, and runs again, `ROUNDS` times. The result is the time of the median round
+divided by the number of calls.
 """
 
 import dataclasses
@@ -153,7 +154,7 @@ def _jax_runs(
     number of calls of `f`."""
     sets = input_sets(f, case, prepare)
     firsts, *rests = zip(*sets, strict=True)
-    # The host needs 0.5 ms to start a program with this many arrays: short calls are repeated.
+    # The host starts a program with this many arrays slower than a GPU runs a few short calls.
     repeats = 1 if case.in_place else math.ceil(PROGRAM_SECONDS / _floor_seconds(case) / len(sets))
     repeats = max(1, min(MOST_REPEATS, repeats))
     call = jax.jit(f)  # lowered once, for all calls

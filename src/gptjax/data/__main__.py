@@ -142,8 +142,7 @@ class TrainTokenizer:
         tokenizer = train_bpe(corpus.documents(), self.vocab_size, self.out)
         print(printable(f"{self.out}: {tokenizer.vocab_size:,} ids, name {tokenizer.name}"))
         kind = corpus.source.partition(":")[0]
-        command = ["python", "-m", "gptjax.data", kind, *self.paths, "--tokenizer", str(self.out)]
-        print(printable(f"prepare a dataset: {shlex.join(command)}"))
+        hint(shlex.join(["gptjax", "data", kind, *self.paths, "--tokenizer", str(self.out)]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
