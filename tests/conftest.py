@@ -32,6 +32,7 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = ""
 # A test session on a GPU shares it with the training runs that some tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
+import gpu_of_process  # isort: skip
 import jax
 import jaxtyping
 import numpy as np
@@ -56,15 +57,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_xdist_auto_num_workers(config) -> int:
-    """Return one process a core, at most 8, for whole folders, and none for named tests and `-s`.
+    """Return one process a core, at most 8 (a GPU), for whole folders, none for names and `-s`.
 
     A process takes four seconds to start and up to 4 GB; xdist hides the output of `-s`. With
-    `-m gpu` the processes share a GPU, of whose memory they take up to 70 GB.
+    `-m gpu`, 8 processes share a GPU, of whose memory they take up to 70 GB.
     """
     folders = all(Path(name).is_dir() for name in config.args)
     if not folders or config.option.capture == "no":
         return 0
-    return min(os.cpu_count() or 1, 8)
+    return min(os.cpu_count() or 1, 8 * max(len(gpu_of_process.GPUS), 1))
 
 
 # The marker `quick`: whole files, and single tests of the slow ones, one minute on two cores.
