@@ -68,3 +68,27 @@ def torch_step(w, g, m, variance, *, beta, lr, decay):
     v = v * s * (v.norm() / (r * length * s**2).sum().sqrt().clamp_min(1e-10))
     lr = lr * math.sqrt(max(1, rows / columns))
     w -= w * (v * w >= 0) * decay * lr + v * lr
+
+
+@torch.no_grad()
+def torch_paper_step(w, g, m, variance, *, beta, b2, lr, decay):
+    """One update of Li et al.'s NorMuon, in place, in the dtype of the weight.
+
+    Args:
+        w, g, m: a weight (outputs, inputs), its gradient and momentum.
+        variance: mean squares of each output, (outputs, 1).
+    """
+    m.copy_(beta * m + (1 - beta) * g)
+    v = (1 - beta) * g + beta * m
+    tall = v.shape[0] > v.shape[1]
+    v = v.T if tall else v
+    v = v / (v.norm() + 1e-7)
+    for _ in range(5):
+        gram = v @ v.T
+        v = 3.4445 * v + (-4.7750 * gram + 2.0315 * gram @ gram) @ v
+    v = v.T if tall else v
+    variance.copy_(b2 * variance + (1 - b2) * (v**2).mean(-1, keepdim=True))
+    scaled = v / (variance.sqrt() + 1e-10)
+    v = scaled * v.norm() / (scaled.norm() + 1e-10)
+    w *= 1 - lr * decay
+    w -= lr * math.sqrt(max(1, w.shape[0] / w.shape[1])) * v

@@ -1,14 +1,8 @@
 """Optimizers and learning-rate schedules as optax transformations, independent of any model."""
 
+from typing import TYPE_CHECKING
+
 from gptjax.optim.adamw import adamw, add_cautious_decay, decay_mask, matrices_and_adamw
-from gptjax.optim.config import (
-    ALGORITHMS,
-    MatrixOptimizerConfig,
-    MuonConfig,
-    NorMuonConfig,
-    OptimizerConfig,
-    switch_algorithm,
-)
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
 from gptjax.optim.metrics import Metrics
 from gptjax.optim.normuon import (
@@ -20,10 +14,22 @@ from gptjax.optim.normuon import (
     scale_by_matrix_shape,
     scale_by_nesterov,
     scale_by_neuron_norm,
+    scale_by_normuon,
 )
 from gptjax.optim.partition import Group, GroupError, Matrices
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, Scheduled, schedule
+
+# Options of train.py: imported at their first use. The transformations do not need them.
+if TYPE_CHECKING:
+    from gptjax.optim.config import (
+        ALGORITHMS,
+        MatrixOptimizerConfig,
+        MuonConfig,
+        NorMuonConfig,
+        OptimizerConfig,
+        switch_algorithm,
+    )
 
 __all__ = [
     "ALGORITHMS",
@@ -51,6 +57,7 @@ __all__ = [
     "scale_by_matrix_shape",
     "scale_by_nesterov",
     "scale_by_neuron_norm",
+    "scale_by_normuon",
     "schedule",
     "switch_algorithm",
     "view",
@@ -58,3 +65,11 @@ __all__ = [
     "with_mantissa",
     "with_stochastic_rounding",
 ]
+
+
+def __getattr__(name: str):
+    import importlib
+
+    if name in __all__:
+        return getattr(importlib.import_module("gptjax.optim.config"), name)
+    raise AttributeError(f"module 'gptjax.optim' has no attribute {name!r}")

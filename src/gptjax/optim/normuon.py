@@ -13,7 +13,11 @@ transformation:
 
 Li et al., "NorMuon", 2025; Jordan et al., "Muon", 2024; Chen et al., "Cautious Weight Decay", 2025.
 The constants are modded-nanogpt's. `scale_by_neuron_norm` keeps the Frobenius norm,
-so that V needs no bias correction.
+so that V needs no bias correction. Li et al.'s own algorithm, with V always of the outputs and with
+plain decay, is an example of `scale_by_normuon`.
+
+This module works with any optax code: it imports neither kernels nor configs. `polar_express` uses
+the kernels of `pallas_kernels` where they are installed.
 
 `layout` maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to the layout of the
 parameter's matrices, `gptjax.optim.Matrices`.
@@ -25,17 +29,20 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jaxtyping import Array, Float
+from optax.contrib import MuonDimensionNumbers
 
 from gptjax.optim.adamw import add_cautious_decay, matrices_and_adamw
-from gptjax.optim.partition import Group, Layout, flatten, group_of, one_matrix
+from gptjax.optim.partition import Group, Layout, Matrices, flatten, group_of, one_matrix
 from gptjax.optim.polar_express import polar_express
+
+Neurons = Literal["longer", "outputs"]
 
 
 def momentum_schedule(
@@ -164,16 +171,26 @@ class NeuronNormState(NamedTuple):
 
 
 def scale_by_neuron_norm(
-    b2: float = 0.95, *, layout: Layout = one_matrix
+    b2: float = 0.95, *, layout: Layout = one_matrix, neurons: Neurons = "longer"
 ) -> optax.GradientTransformation:
-    """Divide each neuron's update by its running root mean square, keeping each matrix's norm."""
+    """Divide each neuron's update by its running root mean square, keeping each matrix's norm.
+
+    Args:
+        neurons: "longer": the indices of the longer axis, which are the outputs of a square matrix;
+            "outputs": always the outputs.
+    """
+
+    def of_outputs(i, o):
+        return neurons == "outputs" or o >= i
 
     def init(params):
         paths, leaves, tree = flatten(params)
         moments = []
         for path, leaf in zip(paths, leaves, strict=True):
             *lead, i, o = layout(path).shape(leaf.shape, path)
-            moments.append(jnp.zeros((*lead, *((1, o) if o >= i else (i, 1))), jnp.float32))
+            moments.append(
+                jnp.zeros((*lead, *((1, o) if of_outputs(i, o) else (i, 1))), jnp.float32)
+            )
         return NeuronNormState(jax.tree.unflatten(tree, moments))
 
     def update(updates, state, params=None):
@@ -183,7 +200,7 @@ def scale_by_neuron_norm(
         moments = jax.tree.leaves(state.variance)
         # Use the batches of `orthogonalize`: a few kernels instead of several for each parameter.
         for indices, shapes, v_NIO in _batches(paths, leaves, layout):
-            axis = -2 if v_NIO.shape[-1] >= v_NIO.shape[-2] else -1
+            axis = -2 if of_outputs(*v_NIO.shape[-2:]) else -1
             # Without the barrier XLA computes the sums below from v, and reads v twice.
             squares = jax.lax.optimization_barrier(jnp.square(v_NIO).mean(axis, keepdims=True))
             old = jnp.concatenate([moments[i].reshape(-1, *moments[i].shape[-2:]) for i in indices])
@@ -222,6 +239,36 @@ def scale_by_matrix_shape(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
+def scale_by_normuon(
+    momentum: optax.ScalarOrSchedule = 0.95,
+    b2: float = 0.95,
+    *,
+    method: Callable = polar_express,
+    layout: Layout = one_matrix,
+    neurons: Neurons = "longer",
+) -> optax.GradientTransformation:
+    """Return the directions v of NorMuon: `scale_by_nesterov`, `orthogonalize`, and
+    `scale_by_neuron_norm`, whose arguments these are.
+
+    References:
+        Li et al., `NorMuon: Making Muon more efficient and scalable
+        <https://arxiv.org/abs/2510.05491>`_, 2025
+
+    Example:
+        >>> tx = optax.chain(  # the authors' algorithm
+        ...     scale_by_normuon(method=newton_schulz, neurons="outputs"),
+        ...     scale_by_matrix_shape(),
+        ...     optax.add_decayed_weights(0.1),
+        ...     optax.scale_by_learning_rate(0.02),
+        ... )
+    """
+    return optax.chain(
+        scale_by_nesterov(momentum),
+        orthogonalize(method, layout=layout),
+        scale_by_neuron_norm(b2, layout=layout, neurons=neurons),
+    )
+
+
 def normuon(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -232,39 +279,80 @@ def normuon(
     layout: Layout = one_matrix,
     factor: Callable[[str], float] | None = None,
     decay_factor: Callable[[str], float] | None = None,
+    neurons: Neurons = "longer",
+    rest: optax.GradientTransformation | None = None,
+    weight_dimension_numbers: Any = None,
 ) -> optax.GradientTransformation:
-    """Return NorMuon for parameters that are all matrices.
-
-    `optax.partition` assigns other parameters to another optimizer.
+    """Return NorMuon for matrices, and another optimizer for other parameters.
 
     Args:
         learning_rate: a number, or a schedule of the update's index.
         momentum, b2: β and β₂ in the module's equations.
         weight_decay: see `add_cautious_decay`.
         method: orthogonalization: `polar_express`, `newton_schulz`, or `distributed(…)`.
-        layout: maps a parameter's path to the layout of its matrices.
+        layout: maps a parameter's path to the layout of its matrices. Not used with `rest`.
         factor, decay_factor: map a parameter's path to a factor of the learning rate and of the
             weight decay.
+        neurons: see `scale_by_neuron_norm`.
+        rest: optimizer of the other parameters. None: all parameters are matrices.
+        weight_dimension_numbers: with `rest`, as in `optax.contrib.muon`: a tree, a prefix of the
+            parameters' tree, or a function that maps the parameters to one. A leaf is an
+            `optax.contrib.MuonDimensionNumbers` or a `Matrices`; None for a parameter of `rest`.
+            By default, parameters with two axes are matrices.
 
     Raises:
-        ValueError: at `init`, a parameter with fewer than two axes, or with more than two and a
-            layout that does not name inputs and outputs.
+        ValueError: `weight_dimension_numbers` without `rest`; at `init`, a parameter with fewer
+            than two axes, or with more than two and a layout that does not name inputs and outputs.
 
     Example:
-        >>> label = lambda p: "matrix" if p.ndim >= 2 else "rest"
-        >>> parts = {"matrix": normuon(0.02), "rest": optax.adam(3e-4)}
-        >>> tx = optax.partition(parts, lambda params: jax.tree.map(label, params))
+        >>> tx = normuon(0.02, rest=optax.adamw(3e-4))
+        >>> numbers = {"embedding": None, "blocks": MuonDimensionNumbers(0, 1), "norm": None}
+        >>> tx = normuon(0.02, rest=optax.adamw(3e-4), weight_dimension_numbers=numbers)
     """
-    return optax.chain(
-        optax.chain(
-            scale_by_nesterov(momentum),
-            orthogonalize(method, layout=layout),
-            scale_by_neuron_norm(b2, layout=layout),
-        ),
-        add_cautious_decay(weight_decay, factor=decay_factor),
-        scale_by_matrix_shape(layout=layout, factor=factor),
-        optax.scale_by_learning_rate(learning_rate),
-    )
+
+    def of_matrices(layout):
+        return optax.chain(
+            scale_by_normuon(momentum, b2, method=method, layout=layout, neurons=neurons),
+            add_cautious_decay(weight_decay, factor=decay_factor),
+            scale_by_matrix_shape(layout=layout, factor=factor),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+    if rest is None:
+        if weight_dimension_numbers is not None:
+            raise ValueError("normuon: weight_dimension_numbers needs rest, such as optax.adamw()")
+        return of_matrices(layout)
+
+    def parts(tree):
+        paths, _, structure = flatten(tree)
+        layouts = dict(zip(paths, _layouts(weight_dimension_numbers, tree), strict=True))
+        labels = ["rest" if layouts[path] is None else "matrix" for path in paths]
+        both = {"matrix": of_matrices(layouts.__getitem__), "rest": rest}
+        return optax.partition(both, jax.tree.unflatten(structure, labels))
+
+    def update(updates, state, params=None, **extra):
+        return parts(updates).update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: parts(params).init(params), update)
+
+
+def _layouts(numbers: Any, params: optax.Params) -> list[Matrices | None]:
+    """Return the layout of each leaf of the parameters from `weight_dimension_numbers`."""
+
+    def is_leaf(x):
+        return x is None or isinstance(x, MuonDimensionNumbers)
+
+    def layout(x):
+        if not isinstance(x, MuonDimensionNumbers):
+            return x
+        axes = [(axis,) if isinstance(axis, int) else tuple(axis) for axis in x]
+        return Matrices(inputs=axes[0], outputs=axes[1])
+
+    if numbers is None:
+        return [Matrices() if x.ndim == 2 else None for x in jax.tree.leaves(params)]
+    tree = numbers(params) if callable(numbers) else numbers
+    tree = jax.tree.broadcast(tree, params, is_leaf=is_leaf)
+    return [layout(x) for x in jax.tree.leaves(tree, is_leaf=is_leaf)]
 
 
 def normuon_and_adamw(

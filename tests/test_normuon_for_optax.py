@@ -1,0 +1,178 @@
+"""NorMuon in other people's optax code: without kernels and configs, against the authors' algorithm
+in PyTorch, under vmap and masks, and with `optax.contrib.muon`'s dimension numbers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import torch
+from optax.contrib import MuonDimensionNumbers
+from process_tools import python
+from reference.normuon import torch_paper_step
+
+from gptjax.optim import (
+    Matrices,
+    newton_schulz,
+    normuon,
+    polar_express,
+    scale_by_matrix_shape,
+    scale_by_normuon,
+)
+
+in_fp32 = functools.partial(polar_express, dtype=jnp.float32)
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def updates_of(tx, grads, params):
+    state, update, out = tx.init(params), jax.jit(tx.update), []
+    for g in grads:
+        updates, state = update(g, state, params)
+        out.append(updates)
+    return out
+
+
+def assert_equal(found, wanted, **tolerance):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerance), found, wanted)
+
+
+def test_the_module_imports_neither_kernels_nor_configs():
+    loaded = python(
+        "-c", "import sys; from gptjax.optim.normuon import normuon; print(*sys.modules)"
+    ).split()
+    own = {name for name in loaded if name.split(".")[0] in ("gptjax", "pallas_kernels", "flax")}
+    files = "adamw low_precision metrics normuon partition polar_express schedules".split()
+    assert own == {"gptjax", "gptjax.optim", *(f"gptjax.optim.{name}" for name in files)}
+
+
+def test_without_the_kernels_polar_express_is_the_same(tmp_path):
+    """A package of which Python knows that it is not there, and values of this process."""
+    code = (
+        "import sys; sys.modules['pallas_kernels'] = None\n"
+        "import jax.numpy as jnp, numpy as np\n"
+        "from gptjax.optim.polar_express import polar_express\n"
+        "x = np.load('x.npy')\n"
+        "for k, dtype in enumerate((jnp.float32, jnp.bfloat16)):\n"
+        "    both = [polar_express(jnp.asarray(a), dtype=dtype) for a in (x, x.swapaxes(1, 2))]\n"
+        "    np.savez(f'{k}.npz', *both)\n"
+        "try:\n"
+        "    polar_express(jnp.asarray(x), implementation='mosaic')\n"
+        "except ModuleNotFoundError as error:\n"
+        "    print(error)\n"
+    )
+    x = normal(2, 5, 9)
+    np.save(tmp_path / "x.npy", x)
+    assert "pallas_kernels" in python("-c", code, cwd=tmp_path)
+    for k, (dtype, atol) in enumerate(((jnp.float32, 1e-5), (jnp.bfloat16, 0.01))):
+        wanted = [polar_express(a, dtype=dtype) for a in (x, x.mT)]
+        assert_equal([*np.load(tmp_path / f"{k}.npz").values()], wanted, rtol=0, atol=atol)
+
+
+def test_fifty_steps_of_the_authors_algorithm_follow_pytorch():
+    """Gradients of a quadratic: they depend on what the optimizer did before."""
+    shapes, lr = {"wide": (5, 9), "tall": (9, 5), "square": (7, 7)}, 0.02
+    options = {"beta": 0.9, "b2": 0.8, "decay": 0.3}
+    tx = optax.chain(
+        scale_by_normuon(
+            0.9, 0.8, method=functools.partial(newton_schulz, dtype=jnp.float32), neurons="outputs"
+        ),
+        scale_by_matrix_shape(),
+        optax.add_decayed_weights(0.3),
+        optax.scale_by_learning_rate(lr),
+    )
+    params = {name: normal(*shape, seed=1) for name, shape in shapes.items()}
+    target = {name: normal(*shape, seed=2) for name, shape in shapes.items()}
+    weights = {k: torch.tensor(np.asarray(w).T.copy()).double() for k, w in params.items()}
+    states = {k: (torch.zeros_like(w), w.new_zeros(len(w), 1)) for k, w in weights.items()}
+    state = tx.init(params)
+    assert {k: v.shape for k, v in state[0][2].variance.items()} == {
+        name: (1, 1, shape[1]) for name, shape in shapes.items()
+    }
+
+    @jax.jit
+    def step(params, state):
+        grads = jax.tree.map(lambda p, t: p - t, params, target)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    for _ in range(50):
+        params, state = step(params, state)
+        for k, w in weights.items():
+            g = w - torch.tensor(np.asarray(target[k]).T.copy()).double()
+            torch_paper_step(w, g, *states[k], lr=lr, **options)
+    for k, w in weights.items():
+        np.testing.assert_allclose(params[k], w.T.numpy(), rtol=0, atol=2e-4, err_msg=k)
+
+
+def test_an_ensemble_under_vmap_is_its_members():
+    params = {"w": normal(3, 6, 4), "u": normal(3, 4, 4, seed=1)}
+    grads = jax.tree.map(jnp.cos, params)
+    tx = normuon(0.02, method=in_fp32, weight_decay=0.1)
+    state = jax.vmap(tx.init)(params)
+    found, _ = jax.jit(jax.vmap(tx.update))(grads, state, params)
+    for k in range(3):
+        member = jax.tree.map(lambda x, k=k: x[k], (grads, params))
+        (wanted,) = updates_of(tx, member[:1], member[1])
+        assert_equal(jax.tree.map(lambda x, k=k: x[k], found), wanted, rtol=0, atol=1e-6)
+
+
+def test_masked_parameters_are_left_alone():
+    params = {"w": normal(6, 4), "bias": normal(4)}
+    tx = optax.masked(normuon(0.02, method=in_fp32), {"w": True, "bias": False})
+    (found,) = updates_of(tx, [params], params)
+    (wanted,) = updates_of(normuon(0.02, method=in_fp32), [{"w": params["w"]}], {"w": params["w"]})
+    assert_equal(found, wanted | {"bias": params["bias"]}, rtol=1e-6)
+
+
+PARAMS = {
+    "embedding": normal(11, 6),
+    "query": normal(6, 2, 3),
+    "blocks": {"up": normal(4, 6, 5), "down": normal(4, 6, 5, seed=1)},
+    "convolution": normal(3, 3, 2, 7),
+    "bias": normal(6),
+}
+NUMBERS = {
+    "embedding": None,
+    "query": MuonDimensionNumbers(0, (1, 2)),
+    "blocks": MuonDimensionNumbers(1, -1),  # a prefix of the tree; four matrices each
+    "convolution": Matrices(inputs=(0, 1, 2), outputs=(3,)),
+    "bias": None,
+}
+
+
+@pytest.mark.parametrize("form", ["tree", "function"])
+def test_dimension_numbers_assign_matrices_and_the_rest(form):
+    numbers = NUMBERS if form == "tree" else lambda params: NUMBERS
+    grads = [jax.tree.map(jnp.sin, PARAMS), jax.tree.map(jnp.cos, PARAMS)]
+    options = {"method": in_fp32, "weight_decay": 0.1}
+    tx = normuon(0.02, rest=optax.sgd(0.1, 0.9), weight_dimension_numbers=numbers, **options)
+    found = updates_of(tx, grads, PARAMS)
+    layouts = {
+        "query": Matrices(inputs=(0,), outputs=(1, 2)),
+        "blocks.up": Matrices(inputs=(1,), outputs=(2,)),
+        "blocks.down": Matrices(inputs=(1,), outputs=(2,)),
+        "convolution": NUMBERS["convolution"],
+    }
+    chosen = lambda tree, keys: {key: tree[key] for key in keys}
+    for keys, alone in (
+        (("query", "blocks", "convolution"), normuon(0.02, layout=layouts.__getitem__, **options)),
+        (("embedding", "bias"), optax.sgd(0.1, 0.9)),
+    ):
+        wanted = updates_of(alone, [chosen(g, keys) for g in grads], chosen(PARAMS, keys))
+        assert_equal([chosen(u, keys) for u in found], wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_without_numbers_two_axes_are_a_matrix_as_in_optax():
+    params = {"w": normal(6, 4), "bias": normal(4)}
+    (found,) = updates_of(normuon(0.02, rest=optax.sgd(1.0), method=in_fp32), [params], params)
+    (wanted,) = updates_of(normuon(0.02, method=in_fp32), [{"w": params["w"]}], {"w": params["w"]})
+    assert_equal(found, wanted | {"bias": -params["bias"]}, rtol=1e-6)
+    with pytest.raises(ValueError, match="weight_dimension_numbers needs rest"):
+        normuon(0.02, weight_dimension_numbers=NUMBERS)
+    with pytest.raises(ValueError, match="bias of shape .* does not hold a matrix"):
+        normuon(0.02).init(params)
