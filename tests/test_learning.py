@@ -12,26 +12,24 @@ from gptjax import cli
 
 ROOT = Path(__file__).parents[1]
 PLAN = """
+config = "configs/a.py"
 [[runs]]
 name = "base"
-config = "configs/a.py"
 seeds = [0, 1]
 purpose = "the noise"
 [[runs]]
 name = "rival_short"
-config = "configs/a.py"
 options = "--max-steps 50"
 seeds = [0, 1]
 purpose = "steps to the base's loss"
 [[runs]]
 name = "rival_long"
-config = "configs/a.py"
 options = "--max-steps 80"
 seeds = [0, 1]
 purpose = "steps to the base's loss"
 [[runs]]
 name = "diverges"
-config = "configs/a.py"
+config = "configs/b.py"
 options = "--nan"
 seeds = [0]
 purpose = "the largest learning rate"
@@ -109,6 +107,7 @@ def test_runs_are_trained_once_and_what_is_missing_is_trained_again(call, tmp_pa
     assert (
         rows["steps"] == "of rival_short to the loss of base: 1.000 ± 0.000 (95 %, 2 seeds)".split()
     )
+    assert [r["command"].split()[3] for r in records if not r["finite"]] == ["configs/b.py"]
     # Another command under the same name is another run.
     (tmp_path / "plan.toml").write_text(PLAN.replace("--max-steps 50", "--max-steps 60"))
     assert call()[1].keys() == {"rival_short-seed0", "rival_short-seed1"}

@@ -2,9 +2,9 @@
 
 python benchmarks/tools/learning.py --gpus 4 --limit-s 560 --data-dir data
 
-A plan is a TOML file (benchmarks/learning_plan.toml). Each `[[runs]]` has a `name`, a `config`, the
-`options` of train.py, the `seeds`, and its `purpose`: what the result decides. Each `[[compare]]`
-names a `base` and runs of a `rival` at several lengths, with the same seeds.
+A plan is a TOML file (benchmarks/learning_plan.toml). Each `[[runs]]` has a `name`, the `options`
+of train.py, the `seeds`, the `purpose` (what the result decides), and a `config` if it differs from
+the plan's. Each `[[compare]]` names a `base` and runs of a `rival` at several lengths.
 
 Each run is a process of train.py. A finished run is one line of --out; a run that NaN ended is
 finished. A run that fails or does not end in time is not recorded. The same command trains the runs
@@ -65,7 +65,7 @@ def read_plan(path: Path) -> tuple[list[Run], list[dict]]:
     for row in plan["runs"]:
         if not row.get("purpose"):
             raise ValueError(f"{path}: the run {row['name']!r} has no purpose")
-        options = shlex.split(f"{row['config']} {row.get('options', '')}")
+        options = shlex.split(f"{row.get('config', plan['config'])} {row.get('options', '')}")
         for seed in row["seeds"]:
             command = ("python", "train.py", "--config", *options, "--seed", str(seed))
             runs.append(Run(row["name"], seed, command))
@@ -105,7 +105,7 @@ class Driver:
 
     Args:
         limit_s: seconds from the start of this process at which runs in progress are stopped. A
-            run does not start if the longest recorded run would not end in time.
+            run does not start if the median recorded run would not end in time.
         commit: recorded where Git does not know the commit.
     """
 
@@ -147,7 +147,7 @@ class Driver:
     def _train(self, run: Run, gpu: str) -> bool:
         """Train one run; return whether it is recorded."""
         left = self.limit_s - (time.perf_counter() - STARTED)
-        if left < max((r["seconds"] for r in self.records), default=0):
+        if left < (statistics.median(r["seconds"] for r in self.records) if self.records else 0):
             return False
         folder, output = self.runs_dir / run.name, self.runs_dir / f"{run.name}.txt"
         shutil.rmtree(folder, ignore_errors=True)
