@@ -125,6 +125,10 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
         "flash_attention window 256": (gradient(windowed, 0), (packed["T=4096"],)),
         "linear_gelu": (gradient(pk.linear_gelu, (0, 1, 2)), layer),
         "mlp": (gradient(mlp, (0, 1, 2, 3)), (*layer, bf16(3072, 768))),
+        "swiglu": (
+            gradient(pk.swiglu, (0, 1, 2, 3)),
+            (bf16(16384, 2048), bf16(2048, 8192), bf16(2048, 8192), bf16(8192, 2048)),
+        ),
         "xxt": (functools.partial(pk.xxt, implementation="mosaic"), (bf16(48, 768, 768),)),
         "xtx": (functools.partial(pk.xtx, implementation="mosaic"), (bf16(24, 3072, 768),)),
         "ba_plus_caa": (
@@ -142,6 +146,7 @@ def programs() -> dict[str, tuple[Callable, tuple]]:
 def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
     from pallas_kernels.attention import Options, mosaic_backward
     from pallas_kernels.feed_forward import mosaic
+    from pallas_kernels.gated_mlp import mosaic as gated_mlp
     from pallas_kernels.gemm import E4M3, E5M2, Fp8
 
     def array(dtype, *shape):
@@ -150,6 +155,9 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
     x, w, scale = array(E4M3, 65536, 768), array(E4M3, 3072, 768), array(jnp.float32)
     dy, bias, saved = array(E5M2, 65536, 768), array(jnp.float32, 3072), array(E4M3, 65536, 3072)
     fp8 = {name: Fp8().hidden_format(name, jnp.bfloat16) for name in ("gelu", "relu_squared")}
+    silu = Fp8().hidden_format("silu", jnp.bfloat16)
+    rows, w_gate_up = array(E4M3, 16384, 2048), array(E4M3, 16384, 2048)
+    dh, w_down = (array(E5M2, 16384, 2048), array(E4M3, 8192, 2048))
     heads = array(jnp.bfloat16, 64, 1024, 12, 64)
     tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
 
@@ -172,6 +180,14 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
             )
             for name, stored in fp8.items()
         },
+        "fp8.swiglu": (
+            functools.partial(gated_mlp.gated, dtype=jnp.bfloat16, stored=silu),
+            (rows, w_gate_up, (scale,)),
+        ),
+        "fp8.swiglu_backward": (
+            functools.partial(gated_mlp.gated_gradient, stored=silu),
+            (dh, w_down, array(jnp.bfloat16, 16384, 16384), (scale, scale), scale),
+        ),
         "fp8.attention_backward": (attention, (*tensors, heads, heads, scale)),
     }
 

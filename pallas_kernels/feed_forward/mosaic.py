@@ -77,7 +77,7 @@ def activated(
     """
     (m, k), n = x_MK.shape, w.shape[0 if stored.k_major else 1]
     tiles = tiles or mosaic.tiles_for(m, n, k, x_MK.dtype.itemsize)
-    scales, bias = _scalars(scale), [] if b_N is None else [b_N]
+    scales, bias = mosaic.scalars(scale), [] if b_N is None else [b_N]
     save = save and stored.saved_dtype is not None
 
     def begin(at, others, scratch):
@@ -94,7 +94,7 @@ def activated(
 
             @at.unless_out_of_bounds(columns)
             def _part(slot=part % tiles.slots, rows=rows, columns=columns):
-                u = _times(acc_RP[rows, columns], _product(others[: len(scales)]))
+                u = mosaic.times(acc_RP[rows, columns], mosaic.product(others[: len(scales)]))
                 if bias:
                     b_Q = plgpu.load(
                         scratch.bias.at[at.wg, columns],
@@ -103,20 +103,22 @@ def activated(
                     )
                     u = u + lax.broadcast_in_dim(b_Q, u.shape, [1])
                 y, derivative = ACTIVATIONS[activation](u)
-                y = _times(y, stored.scale).astype(stored.dtype)
+                y = mosaic.times(y, stored.scale).astype(stored.dtype)
                 plgpu.wait_smem_to_gmem(tiles.slots - 1, wait_read_only=True)
                 y_smem = scratch.y.at[at.wg, slot]
                 copies = [(y_smem, y_gmem.at[at.rows, at.columns].at[rows, columns])]
                 y_smem[...] = y
                 if save:
                     smem = scratch.derivative.at[at.wg, slot]
-                    smem[...] = _times(derivative, stored.saved_scale).astype(stored.saved_dtype)
+                    smem[...] = mosaic.times(derivative, stored.saved_scale).astype(
+                        stored.saved_dtype
+                    )
                     copies.append((smem, rest[0].at[at.rows, at.columns].at[rows, columns]))
                 if stored.k_major:
                     smem = scratch.transposed.at[at.wg, slot]
                     store_transposed(smem, y)
                     copies.append((smem, rest[-1].at[at.columns, at.rows].at[columns, rows]))
-                _copy_to_gmem(copies)
+                mosaic.copy_to_gmem(copies)
 
     part_shape = (COMPUTING, tiles.slots, PART_ROWS, tiles.part_columns)
     y_MN, *rest = mosaic.matmul(
@@ -170,7 +172,7 @@ def du(
     tiles = tiles or mosaic.tiles_for(m, o, c, dy_MC.dtype.itemsize)
     parts, slots, per_column = tiles.parts(), tiles.slots, tiles.column_parts
     dtype, k_major = stored.gradient_dtype, stored.k_major
-    scales, du_scales = _scalars(scale), _scalars(du_scale)
+    scales, du_scales = mosaic.scalars(scale), mosaic.scalars(du_scale)
 
     def fetch(at, saved_gmem, scratch, part):
         if part < len(parts):
@@ -190,7 +192,10 @@ def du(
     def finish(at, acc_RP, others, out_gmem, scratch):
         saved_gmem, *scalars = others
         du_gmem, *rest = out_gmem
-        du_factor, factor = _product(scalars[: len(du_scales)]), _product(scalars[len(du_scales) :])
+        du_factor, factor = (
+            mosaic.product(scalars[: len(du_scales)]),
+            mosaic.product(scalars[len(du_scales) :]),
+        )
         if stored.derivative_scale != 1.0:
             factor = (1.0 if factor is None else factor) * (1 / stored.derivative_scale)
         for first in range(0, len(parts), per_column):
@@ -204,8 +209,8 @@ def du(
                     du_smem, saved_smem = scratch.du.at[at.wg, slot], scratch.saved.at[at.wg, slot]
                     plgpu.barrier_wait(scratch.saved_full.at[at.wg, slot])
                     saved = plgpu.load(saved_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
-                    v = _times(acc_RP[rows, columns], factor) * stored.derivative(saved)
-                    v = _times(v, du_factor).astype(dtype)
+                    v = mosaic.times(acc_RP[rows, columns], factor) * stored.derivative(saved)
+                    v = mosaic.times(v, du_factor).astype(dtype)
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
                     du_smem[...] = v
                     copies = [(du_smem, du_gmem.at[at.rows, at.columns].at[rows, columns])]
@@ -215,7 +220,7 @@ def du(
                         copies.append((smem, rest[0].at[at.columns, at.rows].at[columns, rows]))
                     last = part == first + per_column - 1
                     # The copy of the sums is the last of the group.
-                    _copy_to_gmem(copies, commit_group=not (bias and last))
+                    mosaic.copy_to_gmem(copies, commit_group=not (bias and last))
                     # All threads of the warpgroup have read the saved array.
                     fetch(at, saved_gmem, scratch, part + slots)
                     if bias:
@@ -231,7 +236,7 @@ def du(
                     # except the newest `slots` are complete.
                     smem = scratch.db.at[at.wg, columns]
                     smem[...] = sum_Q if du_factor is None else sum_Q * (1 / du_factor)
-                    _copy_to_gmem([(smem, rest[-1].at[at.row_tile, at.columns].at[columns])])
+                    mosaic.copy_to_gmem([(smem, rest[-1].at[at.row_tile, at.columns].at[columns])])
 
     part_shape = (COMPUTING, slots, PART_ROWS, tiles.part_columns)
     du_MO, *rest = mosaic.matmul(
@@ -260,31 +265,5 @@ def du(
     return du_MO, rest[0] if k_major else None, rest[-1].sum(0) if bias else None
 
 
-def _scalars(scale) -> list[jax.Array]:
-    """Return the factors of a scale as arrays of one element."""
-    return [jnp.asarray(factor, jnp.float32).reshape(1) for factor in jax.tree.leaves(scale)]
-
-
-def _product(refs):
-    """Return the product of scalars in global memory; None for none."""
-    return functools.reduce(lax.mul, [ref[0] for ref in refs]) if refs else None
-
-
-def _times(x, factor):
-    return x if factor is None or (isinstance(factor, float) and factor == 1.0) else x * factor
-
-
 def _transposed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:-2], shape[-1], shape[-2])
-
-
-def _copy_to_gmem(copies, commit_group: bool = True) -> None:
-    """Copy the warpgroup's stores from shared to global memory.
-
-    Args:
-        commit_group: whether these are the last copies of their commit group.
-    """
-    plgpu.commit_smem()
-    for i, (smem, target) in enumerate(copies):
-        last = i == len(copies) - 1
-        plgpu.copy_smem_to_gmem(smem, target, commit_group=commit_group and last)

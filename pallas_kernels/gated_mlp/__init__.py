@@ -19,16 +19,20 @@ reads g and u. Arithmetic between matmuls is fp32 in every dtype; g, u, h, dg, d
 once. In FP8 (pallas_kernels/gemm/numerics.py), x, h and [dg | du] are stored in FP8 for the
 matmuls; [w_gate | w_up] have one scale.
 
-Back ends, which differ in the operations between the matmuls. XLA computes the matmuls:
+Back ends. XLA computes the matmuls that no back end names:
+    mosaic: the matmul for g and u computes h, and the matmul for dh computes dg, du and h. 16-bit
+        and FP8 matmuls on Hopper, for sizes that its tiles divide.
     triton: one kernel for h, and one for dg, du and h. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
         higher derivatives work. Any device.
-triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
-modes.
+mosaic and triton are differentiable once, in reverse mode. The gradient of xla is differentiable in
+both modes.
 """
 
+import dataclasses
 import functools
+import math
 from typing import Literal
 
 import jax
@@ -40,21 +44,47 @@ from pallas_kernels._partition import Rule, automatic
 from pallas_kernels._types import Array, Float
 from pallas_kernels.gemm.numerics import (
     Fp8,
+    Interleaved,
     Numerics,
     NumericsFacts,
+    joined,
     like,
     numerics_of,
     split_like,
 )
 from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
 
-Implementation = Literal["auto", "triton", "xla", "reference"]
+Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
 
-def _why_not_triton(call: NumericsFacts) -> str | None:
-    if (why := _dispatch.why_not_triton()) is not None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Facts(NumericsFacts):
+    """Properties of a call on which the choice of a back end depends."""
+
+    dtype: jax.typing.DTypeLike
+    rows: int
+    inputs: int
+    hidden: int
+    outputs: int
+
+
+def _why_not_mosaic(call: Facts) -> str | None:
+    if (why := _dispatch.why_not_mosaic() or _why_not_kernels(call)) is not None:
         return why
-    if call.numerics.hidden_format("silu", jnp.float32) is None:
+    if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
+        return why
+    from pallas_kernels.gated_mlp import mosaic
+
+    itemsize = jnp.dtype(call.numerics.hidden_format("silu", call.dtype).dtype).itemsize
+    return mosaic.why_not(call.rows, call.inputs, call.hidden, call.outputs, itemsize)
+
+
+def _why_not_triton(call: Facts) -> str | None:
+    return _dispatch.why_not_triton() or _why_not_kernels(call)
+
+
+def _why_not_kernels(call: Facts) -> str | None:
+    if call.numerics.hidden_format("silu", call.dtype) is None:
         return f"has no kernels for {call.numerics.name} matmuls"
     return call.numerics.why_not()
 
@@ -62,11 +92,13 @@ def _why_not_triton(call: NumericsFacts) -> str | None:
 _dispatch.register(
     "swiglu",
     back_ends=[
+        # Its tiles must divide the rows of a shard, whose number is not known here.
+        BackEnd("mosaic", _why_not_mosaic, custom=True),
         BackEnd("triton", _why_not_triton, custom=True, rule=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
     ],
-    facts=NumericsFacts,
+    facts=Facts,
 )
 
 
@@ -88,8 +120,8 @@ def swiglu(
             have the dtypes of the weights and are summed in fp32.
         numerics: "fp32", "tf32", "bf16", "fp8", or a `pallas_kernels.gemm.Numerics`. None: follows
             the dtypes and `precision`. "fp8": FP8 matmuls where the call is differentiated.
-        implementation: "auto", or a back end: "triton", "xla", "reference". Forward mode needs
-            "reference"; second derivatives need "reference" or "xla".
+        implementation: "auto", or a back end: "mosaic", "triton", "xla", "reference". Forward
+            mode needs "reference"; second derivatives need "reference" or "xla".
         precision: precision of fp32 matmuls (JAX's default for fp32 on a GPU is TF32).
 
     Raises:
@@ -99,7 +131,17 @@ def swiglu(
     _check(x, w_gate, w_up, w_down)
     how = numerics_of("swiglu", numerics, precision, Fp8())
     arrays = (x, w_gate, w_up, w_down)
-    backend = _dispatch.select("swiglu", implementation, arrays=arrays, numerics=how)
+    backend = _dispatch.select(
+        "swiglu",
+        implementation,
+        arrays=arrays,
+        dtype=x.dtype,
+        rows=math.prod(x.shape[:-1]),
+        inputs=x.shape[-1],
+        hidden=w_down.shape[0],
+        outputs=w_down.shape[1],
+        numerics=how,
+    )
     if backend == "reference":
         return reference(x, w_gate, w_up, w_down).astype(x.dtype)
 
@@ -107,7 +149,8 @@ def swiglu(
         args = *separate(given, how.flat(x)), w_gate_up, w_down, backend, how
         return how.call("swiglu", _swiglu, *args).reshape(*x.shape[:-1], w_down.shape[1])
 
-    return automatic(call, x, w_down)(given, (w_gate, w_up), w_down)
+    pair = Interleaved if backend == "mosaic" else lambda *w: w
+    return automatic(call, x, w_down)(given, pair(w_gate, w_up), w_down)
 
 
 def reference(x, w_gate, w_up, w_down):
@@ -119,16 +162,20 @@ def reference(x, w_gate, w_up, w_down):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _swiglu(x_NI, converted: Operand | None, w_gate_up, w_down_FC, backend, numerics):
-    return _forward(x_NI, None, w_gate_up, w_down_FC, backend, numerics.plain)[0]
+    how = backend, numerics.plain
+    return _forward(x_NI, None, w_gate_up, w_down_FC, *how, save=False)[0]
 
 
-def _forward(x_NI, converted, w_gate_up, w_down_FC, backend, numerics):
+def _forward(x_NI, converted, w_gate_up, w_down_FC, backend, numerics, save=True):
     dtype = x_NI.dtype
     x, w = numerics.input(x_NI, converted), numerics.weight(w_gate_up)
     w_down = numerics.weight(w_down_FC)
-    gu_N2F = _calls.saved("swiglu", numerics.product(x, w, dtype))
-    h = numerics.count("hidden", hidden(gu_N2F, backend, numerics))
-    y_NC = numerics.product(h, w_down, dtype)
+    if backend == "mosaic":
+        h, gu_N2F = _calls.saved("swiglu", _gated(x, w, dtype, numerics, save))
+    else:
+        gu_N2F = _calls.saved("swiglu", numerics.product(x, w, dtype))
+        h = hidden(gu_N2F, backend, numerics)
+    y_NC = numerics.product(numerics.count("hidden", h), w_down, dtype)
     operands = x.only("k_major"), w.only("rows"), w_down.only("rows")
     return y_NC, (operands, gu_N2F, like((w_gate_up, w_down_FC)))
 
@@ -136,8 +183,11 @@ def _forward(x_NI, converted, w_gate_up, w_down_FC, backend, numerics):
 def _backward(backend, numerics, saved, dy_NC):
     (x, w, w_down), gu_N2F, (w_like, w_down_like) = saved
     dy = numerics.output_gradient(dy_NC)
-    dh_NF = numerics.input_gradient(dy, w_down, dy_NC.dtype)
-    dgu, h = hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
+    if backend == "mosaic":
+        dgu, h = _gated_gradient(dy, w_down, gu_N2F, numerics)
+    else:
+        dh_NF = numerics.input_gradient(dy, w_down, dy_NC.dtype)
+        dgu, h = hidden_gradient(gu_N2F, dh_NF, dy, backend, numerics)
     numerics.count("hidden_gradient", dgu)
     dx_NI = numerics.input_gradient(dgu, w, dy_NC.dtype)
     dw = split_like(numerics.weight_gradient(x, dgu), w_like)
@@ -146,6 +196,30 @@ def _backward(backend, numerics, saved, dy_NC):
 
 
 _swiglu.defvjp(_forward, _backward)
+
+
+def _gated(x: Operand, w: Operand, dtype, numerics: Numerics, save: bool):
+    """Return the operand of h, and [g | u] or None, from the operands of x and [w_gate | w_up]."""
+    from pallas_kernels.gated_mlp import mosaic
+
+    stored = numerics.hidden_format("silu", dtype)
+    kernel = functools.partial(mosaic.gated, dtype=dtype, stored=stored, save=save)
+    w_2F = w.k_major if stored.k_major else joined(w.rows, dtype)
+    h_NF, gu_N2F = _calls.looped("swiglu", kernel)(x.rows, w_2F, numerics.factors(x, w))
+    return Operand(h_NF, factor=stored.scale), gu_N2F
+
+
+def _gated_gradient(dy: Operand, w_down: Operand, gu_N2F, numerics: Numerics):
+    """Return the operands of [dg | du] and h, as `hidden_gradient`, from the operand of dy."""
+    from pallas_kernels.gated_mlp import mosaic
+
+    stored = numerics.hidden_format("silu", gu_N2F.dtype)
+    kernel = functools.partial(mosaic.gated_gradient, stored=stored)
+    w_FC = w_down.rows if stored.k_major else w_down.rows.astype(dy.rows.dtype)
+    scale = None if dy.scale is None else dy.scale.value
+    launch = _calls.looped("swiglu", kernel)
+    *dgu, h_NF, h_FN = launch(dy.rows, w_FC, gu_N2F, numerics.factors(dy, w_down), scale)
+    return Operand(*dgu, dy.scale), Operand(h_NF, h_FN, factor=stored.scale)
 
 
 def hidden(gu_N2F, backend: str, numerics: Numerics) -> Operand:

@@ -20,6 +20,7 @@ Shapes: M rows, N columns of the result, K contracted; the tile of one warpgroup
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -368,3 +369,33 @@ class _Block:
 def _divmod(x, y: int):
     quotient = lax.div(x, jnp.int32(y))
     return quotient, x - quotient * y
+
+
+# ------------------------------------------------------------------------------ parts of epilogues
+
+
+def scalars(scale) -> list[jax.Array]:
+    """Return the factors of a scale as arrays of one element."""
+    return [jnp.asarray(factor, jnp.float32).reshape(1) for factor in jax.tree.leaves(scale)]
+
+
+def product(refs):
+    """Return the product of scalars in global memory; None for none."""
+    return functools.reduce(lax.mul, [ref[0] for ref in refs]) if refs else None
+
+
+def times(x, factor):
+    """Return x times a factor; x if the factor is None or 1.0."""
+    return x if factor is None or (isinstance(factor, float) and factor == 1.0) else x * factor
+
+
+def copy_to_gmem(copies, commit_group: bool = True) -> None:
+    """Copy the warpgroup's stores from shared to global memory.
+
+    Args:
+        commit_group: whether these are the last copies of their commit group.
+    """
+    plgpu.commit_smem()
+    for i, (smem, target) in enumerate(copies):
+        last = i == len(copies) - 1
+        plgpu.copy_smem_to_gmem(smem, target, commit_group=commit_group and last)

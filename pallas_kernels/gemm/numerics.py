@@ -34,7 +34,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -493,9 +493,23 @@ def numerics_of(
     return found
 
 
+BLOCK = 32
+"""Columns of a block of `Interleaved`."""
+
+
+class Interleaved(NamedTuple):
+    """Two matrices whose columns alternate in blocks when they are `joined`."""
+
+    first: jax.Array
+    second: jax.Array
+
+
 def joined(w: Any, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Return w in `dtype`: one matrix, or several matrices concatenated along the columns."""
     parts = [part.astype(dtype) for part in jax.tree.leaves(w)]
+    if isinstance(w, Interleaved):
+        blocks = [part.reshape(len(part), -1, BLOCK) for part in parts]
+        return jnp.stack(blocks, axis=2).reshape(len(parts[0]), -1)
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
 
 
@@ -507,6 +521,10 @@ def like(w: Any) -> Any:
 def split_like(dw_IO: jax.Array, w: Any) -> Any:
     """Convert the gradient of `joined(w)` to the structure and dtypes of w."""
     parts, structure = jax.tree.flatten(w)
+    if isinstance(w, Interleaved):
+        blocks = dw_IO.reshape(len(dw_IO), -1, 2, BLOCK)
+        pieces = [blocks[:, :, i].reshape(len(dw_IO), -1) for i in range(2)]
+        return Interleaved(*(piece.astype(a.dtype) for piece, a in zip(pieces, parts, strict=True)))
     ends = list(itertools.accumulate(part.shape[1] for part in parts))
     pieces = jnp.split(dw_IO, ends[:-1], axis=1)
     gradients = [piece.astype(part.dtype) for piece, part in zip(pieces, parts, strict=True)]
