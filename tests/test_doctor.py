@@ -1,5 +1,6 @@
 """python -m gptjax.doctor finds each planted fault and its remedy; a healthy machine passes."""
 
+import json
 import types
 
 import jax
@@ -12,7 +13,7 @@ from gptjax.doctor import __main__ as doctor
 from gptjax.doctor import kernels, machine
 from pallas_kernels import _dispatch, extend
 
-H200 = types.SimpleNamespace(id=0, device_kind="NVIDIA H200")
+H200 = types.SimpleNamespace(id=0, device_kind="NVIDIA H200", platform="gpu")
 INSTALLED = {
     "jax": "0.12.0", "jaxlib": "0.12.0", "jax-cuda13-plugin": "0.12.0", "jax-cuda13-pjrt": "0.12.0",
     "jax-triton": "0.4.1", "triton": "3.9.0", "flax": "0.12.12", "gptjax": "0.1.0",
@@ -47,7 +48,7 @@ class Machine:
         for name, probe in probes.items():
             self.patch.setattr(machine, name, probe)
 
-    def _devices(self, platform):
+    def _devices(self, platform=None):
         if not self.devices:
             raise RuntimeError("Unknown backend: 'gpu' requested\nmore")
         return self.devices
@@ -130,6 +131,24 @@ def test_a_machine_without_a_gpu(h200, capsys):
     assert "no NVIDIA GPU: training runs on the CPU" in capsys.readouterr().out
 
 
+def test_json_is_one_document_of_the_machine_and_the_checks(h200, capsys, monkeypatch):
+    rows = types.SimpleNamespace(stdout="0, NVIDIA H200, 580.82, 143771 MiB\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: rows)
+    assert doctor.main(json=True) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["versions"]["jax"] == "0.12.0" and shown["versions"]["grain"] is None
+    card = {"index": "0", "name": "NVIDIA H200", "driver_version": "580.82"}
+    assert shown["gpus"] == [card | {"memory.total": "143771 MiB"}]
+    assert (shown["cuda_of_driver"], shown["jax_devices"]) == ([13, 0], ["gpu 0: NVIDIA H200"])
+    assert [check["status"] for check in shown["checks"]] == ["ok"] * 3
+    h200.devices = []
+    assert doctor.main(json=True) == 1
+    shown = json.loads(capsys.readouterr().out)
+    (bad,) = [check for check in shown["checks"] if check["status"] != "ok"]
+    assert (bad["name"], bad["status"], shown["jax_devices"]) == ("GPUs", "failed", [])
+    assert "unset JAX_PLATFORMS" in bad["remedy"]
+
+
 def test_probes_of_this_machine(monkeypatch):
     assert machine.installed("jax") == jax.__version__ and machine.installed("no-such") is None
     assert machine.requirements("no-such") == []
@@ -205,6 +224,7 @@ def test_the_doctor_starts_without_jax():
     """With a wrong jaxlib the import of JAX fails."""
     code = (
         "import sys; sys.modules['jax'] = None; import gptjax.doctor.__main__ as d; "
-        "print([(r.name, r.status) for r in d.run()][-1], 'jaxlib' in sys.modules)"
+        "print([(r.name, r.status) for r in d.run()][-1], d.machine.jax_devices(), "
+        "'jaxlib' in sys.modules)"
     )
-    assert python("-c", code) == "('GPUs', 'failed') False\n"
+    assert python("-c", code) == "('GPUs', 'failed') [] False\n"

@@ -1,5 +1,6 @@
 """The command `python -m gptjax.doctor`."""
 
+import json
 import os
 import platform
 import signal
@@ -27,7 +28,20 @@ def run(kernels: bool = True) -> Iterator[Result]:
         yield from check_all()
 
 
-def main(kernels: bool = True) -> int:
+def report(results: list[Result]) -> str:
+    """Return the machine and the results of its checks as a JSON document."""
+    facts = {
+        "system": platform.platform(),
+        "versions": machine.versions(),
+        "cuda_of_driver": machine.cuda_version(),
+        "gpus": machine.cards(),
+        "jax_devices": machine.jax_devices(),
+        "checks": [result._asdict() for result in results],
+    }
+    return json.dumps(facts, indent=2)
+
+
+def main(kernels: bool = True, json: bool = False) -> int:
     """Check the installation, the GPUs and the kernels of this machine.
 
     The exit code is 0 if no check failed, else 1. Warnings, such as a machine without a GPU, do not
@@ -35,18 +49,21 @@ def main(kernels: bool = True) -> int:
 
     Args:
         kernels: Run the kernels: about a minute on an H200, mostly compilation.
+        json: Print one JSON document, for the report of a bug.
     """
-    print(f"{'python':<18} {platform.python_version()}")
-    for name in checks.PACKAGES:
-        print(f"{name:<18} {machine.installed(name) or '–'}")
-    failed = []
+    show = (lambda text: None) if json else (lambda text: print(printable(text), flush=True))
+    for name, version in machine.versions().items():
+        show(f"{name:<18} {version or '–'}")
+    results = []
     for result in run(kernels):
         remedy = f"\n         → {result.remedy}" if result.remedy else ""
-        line = f"{result.status:<7}  {result.name}: {result.found}{remedy}"
-        print(printable(line), flush=True)
-        failed += [result.name] if result.status == "failed" else []
-    print(f"failed: {'; '.join(failed)}" if failed else "nothing failed")
-    if not failed:
+        show(f"{result.status:<7}  {result.name}: {result.found}{remedy}")
+        results.append(result)
+    failed = [result.name for result in results if result.status == "failed"]
+    show(f"failed: {'; '.join(failed)}" if failed else "nothing failed")
+    if json:
+        print(report(results))
+    elif not failed:
         hint("gptjax train --config gpt2_tiny")
     return 1 if failed else 0
 

@@ -6,10 +6,6 @@ from gptjax.doctor import machine
 from gptjax.terminal import first_line
 
 INSTALL, INSTALL_12 = "pip install 'gptjax[cuda13]'", "pip install 'gptjax[cuda12]'"
-PACKAGES = (
-    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin"),
-    *("jax-triton", "triton", "flax", "optax", "orbax-checkpoint", "grain", "gptjax"),
-)
 
 
 class Result(NamedTuple):

@@ -3,9 +3,15 @@
 import ctypes
 import importlib.metadata
 import os
+import platform
 import subprocess
 
 from packaging.requirements import Requirement
+
+PACKAGES = (
+    *("jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda13-pjrt", "jax-cuda12-plugin"),
+    *("jax-triton", "triton", "flax", "optax", "orbax-checkpoint", "grain", "gptjax"),
+)
 
 
 def installed(package: str) -> str | None:
@@ -14,6 +20,11 @@ def installed(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of Python and of the packages that run gptjax."""
+    return {"python": platform.python_version()} | {name: installed(name) for name in PACKAGES}
 
 
 def requirements(package: str, extra: str = "") -> list[Requirement]:
@@ -47,15 +58,35 @@ def cuda_version() -> tuple[int, int] | None:
 
 def gpus() -> list[int]:
     """Return the indices of the GPUs in CUDA_VISIBLE_DEVICES; an empty list without nvidia-smi."""
-    command = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-").split(",")  # GPU- begins every UUID
+    return [
+        int(index)
+        for index, uuid in _nvidia_smi("index", "uuid")
+        if any(name and (name == index or uuid.startswith(name)) for name in map(str.strip, names))
+    ]
+
+
+def cards() -> list[dict[str, str]]:
+    """Return the name, driver and memory of every GPU; an empty list without nvidia-smi."""
+    fields = ("index", "name", "driver_version", "memory.total")
+    return [dict(zip(fields, row, strict=False)) for row in _nvidia_smi(*fields)]
+
+
+def jax_devices() -> list[str]:
+    """Return the devices that JAX uses; an empty list if JAX fails, as the check `gpus` shows."""
+    try:
+        import jax
+
+        return [f"{device.platform} {device.id}: {device.device_kind}" for device in jax.devices()]
+    except Exception:  # any error of a broken installation
+        return []
+
+
+def _nvidia_smi(*fields: str) -> list[list[str]]:
+    """Return these fields of every GPU; an empty list without nvidia-smi."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []
-    found = [line.split(", ") for line in done.stdout.splitlines()]
-    names = os.environ.get("CUDA_VISIBLE_DEVICES", "GPU-").split(",")  # GPU- begins every UUID
-    return [
-        int(index)
-        for index, uuid in found
-        if any(name and (name == index or uuid.startswith(name)) for name in map(str.strip, names))
-    ]
+    return [line.split(", ") for line in done.stdout.splitlines()]
