@@ -161,6 +161,89 @@ def longer() -> None:
     expect("resuming from step 10", run(f"{train} --max-steps 20"))
 
 
+def own_tokenizer() -> None:
+    """train with a tokenizer of one's own, or read which extra is missing"""
+    train = "gptjax data train-tokenizer books/a.txt books/b.txt --vocab-size 300"
+    if not has("tokenizers"):
+        expect(r"pip install 'gptjax\[tokenizers\]'", run(train, code=1))
+        return
+    run(train)
+    shown = run("gptjax data text books --name bpe --tokenizer tokenizer.json")
+    command = shown.split("next: ")[1].splitlines()[0]
+    expect("validation loss", run(f"{command} --name bpe --model.n-layer 1 {SHORT} --max-steps 5"))
+    expect("^The quick", run("gptjax sample runs/bpe --prompt 'The quick' --max-new-tokens 8"))
+
+
+def llama() -> None:
+    """fine-tune a Llama folder, export it, and compare it with transformers where that is"""
+    write_llama(file("llama"))
+    # Its data has bytes: the folder has no tokenizer.
+    train = f"gptjax train --config llama_finetune --init-from llama --dataset pairs {SHORT}"
+    short = "--sequence-length 64 --batch-tokens 512 --micro-batch 8 --model.block-size 64"
+    expect(
+        r"weights +llama", run(f"{train} {short} --model.precision fp32 --device cpu --max-steps 5")
+    )
+    run("gptjax export runs/llama_finetune --to hf --out tuned_llama")
+    greedy = "--prompt ab --json --temperature 0 --max-new-tokens 12 --no-stop-at-eot"
+    shown = json.loads(run(f"gptjax sample runs/llama_finetune {greedy}").splitlines()[-1])
+    if not (has("transformers") and has("torch")):
+        print("    skipped: loading the export needs transformers and torch")
+        return
+    file("theirs.py").write_text(THEIRS)
+    theirs = json.loads(run(f"{sys.executable} theirs.py tuned_llama").splitlines()[-1])
+    assert theirs == shown["tokens"], (theirs, shown)
+
+
+THEIRS = """
+import sys, torch, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+print(model.generate(torch.tensor([[97, 98]]), **options)[0, 2:].tolist())
+"""
+
+
+def write_llama(folder: Path) -> None:
+    """A Llama with random weights, as Hugging Face stores one."""
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    hidden, inner, layers, heads, vocabulary = 64, 128, 2, 4, 257
+    attention = {f"self_attn.{name}_proj": (hidden, hidden) for name in "qkvo"}
+    up = {f"mlp.{name}_proj": (inner, hidden) for name in ("gate", "up")}
+    matrices = attention | up | {"mlp.down_proj": (hidden, inner)}
+    shapes = {
+        f"model.layers.{i}.{name}": matrices[name] for i in range(layers) for name in matrices
+    }
+    shapes |= {name: (vocabulary, hidden) for name in ("model.embed_tokens", "lm_head")}
+    random = np.random.default_rng(0)
+    weights = {name: 0.1 * random.standard_normal(shape) for name, shape in shapes.items()}
+    norms = ("input_layernorm", "post_attention_layernorm")
+    weights |= {
+        f"model.layers.{i}.{name}": np.ones(hidden) for i in range(layers) for name in norms
+    }
+    weights["model.norm"] = np.ones(hidden)
+    folder.mkdir()
+    save_file(
+        {f"{name}.weight": array.astype(np.float32) for name, array in weights.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": heads, "num_key_value_heads": heads, "rms_norm_eps": 1e-5}
+    config |= {"vocab_size": vocabulary, "max_position_embeddings": 64, "rope_theta": 10_000.0}
+    folder.joinpath("config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+
+
+def plan() -> None:
+    """predict memory, time and cost on GPUs that one does not have, or read what is missing"""
+    command = "gptjax plan gpt2_tiny --gpu h100 --price 3"
+    if has("jax_triton"):
+        expect(r"^memory +\d", run(command))
+    else:
+        expect("pip install jax-triton", run(command, code=1))
+
+
 def own_code() -> None:
     """import the model, the optimizer and the kernels in a program of one's own"""
     shutil.copy(SMOKE, file("smoke.py"))
@@ -169,7 +252,7 @@ def own_code() -> None:
 
 JOURNEYS = (
     *(first_look, first_model, sample, evaluate, plot, own_text, pairs, own_config, hugging_face),
-    *(other_programs, longer, own_code),
+    *(other_programs, longer, own_tokenizer, llama, plan, own_code),
 )
 
 
