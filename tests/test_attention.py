@@ -1,6 +1,7 @@
 """pallas_kernels.flash_attention in plain JAX and by cuDNN, and what all back ends share."""
 
 import functools
+import inspect
 import math
 import re
 
@@ -13,7 +14,14 @@ from comparison_tools import rms
 from kernel_tools import h200
 from rule_tools import refused, runs_are_equal
 
-from pallas_kernels import _dispatch, attention, flash_attention, flash_attention_qkv
+from pallas_kernels import (
+    _dispatch,
+    attention,
+    cached_attention,
+    flash_attention,
+    flash_attention_qkv,
+    ring_attention,
+)
 from pallas_kernels.attention import reference
 
 RMS = {"norms": (rms,)}
@@ -132,7 +140,7 @@ def test_errors():
         ((q[0], k[0], v[0]), {}, "expected q of shape"),
         ((q, k[:, :, :0], v[:, :, :0]), {}, "expected q of shape"),
         ((q[..., :0], k[..., :0], v[..., :0]), {}, "expected q of shape"),
-        ((q[:, :, [0, 1, 1]], k, v), {}, "a multiple of that of key heads"),
+        ((q[:, :, [0, 1, 1]], k, v), {}, "heads a multiple of key heads"),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 3), jnp.int32)}, ids),
         ((q, k, v), {"segment_ids": jnp.zeros((1, 4))}, ids),
         ((q, k, v), {"softcap": 0.0}, "a positive softcap, got 0.0"),
@@ -147,13 +155,54 @@ def test_errors():
     ]:
         refused(flash_attention, *args, **how, match=message)
     refused(flash_attention_qkv, jnp.zeros((1, 4, 2, 2, 8)), match=packed)
-    for args, how, message in [
-        ((q, k, v, True), {}, "options are passed by name, such as causal=True"),
-        ((q, k, v), {"is_causal": True}, "unknown option is_causal: the option is named causal"),
-        ((q, k, v), {"mask": None}, "unknown option mask: an arbitrary mask is a bias of 0 and −∞"),
+
+
+FUNCTIONS = (flash_attention, flash_attention_qkv, cached_attention, ring_attention)
+BIAS, NO_BIAS = (
+    "an arbitrary mask is a bias of 0 and −∞",
+    "only flash_attention has arbitrary masks",
+)
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_options_of_other_libraries(f):
+    """And options by position, traced numbers and swapped axes."""
+    q, k, v = jnp.zeros((3, 2, 8, 2, 4))
+    args, swapped, how = (q, k, v), (q[:, :1], k, v), {}  # 1 query and 8 keys
+    if f is flash_attention_qkv:
+        args, swapped = (jnp.stack(args, 2),), None
+    elif f is cached_attention:
+        args += (jnp.ones(2, jnp.int32),)
+    elif f is ring_attention:  # 2 heads and 1 key head
+        swapped, how = (q, k[:, :, :1], v[:, :, :1]), {"axis_name": "seq"}
+    causal, mask = (
+        "the option is named causal, and is True by default",
+        "only flash_attention has arbitrary masks, as a bias of 0 and −∞",
+    )
+    for more, option, message in [
+        ((True,), {}, "options are passed by name, such as scale=1.0"),
+        ((), {"is_causal": True}, "every call is causal" if f is cached_attention else causal),
+        ((), {"mask": None}, "an arbitrary mask is a bias" if f is flash_attention else mask),
+        ((), {"logits_soft_cap": 1.0}, "the option is named softcap"),
+        ((), {"dropout_p": 0.1}, "there is no dropout"),
+        ((), {"scales": 0.1}, r"expected one of \[.*'scale', "),
     ]:
-        with pytest.raises(TypeError, match=f"flash_attention: {message}"):
-            flash_attention(*args, **how)
+        unknown = "".join(f"unknown option {name}: " for name in option)
+        with pytest.raises(TypeError, match=f"^{f.__name__}: {unknown}{message}"):
+            f(*args, *more, **how, **option)
+    with pytest.raises(TypeError, match=f"^{f.__name__}: scale is compiled into the kernel"):
+        jax.jit(lambda scale: f(*args, scale=scale, **how))(1.0)
+    if swapped:
+        swapped = [x.swapaxes(1, 2) for x in swapped]
+        refused(f, *swapped, *args[3:], **how, match=f"^{f.__name__}: .*Swap axes 1 and 2 .*swapax")
+
+
+@pytest.mark.parametrize("f", FUNCTIONS, ids=lambda f: f.__name__)
+def test_each_option_has_an_example(f):
+    examples = re.findall(r"^ *(?:>>>|\.\.\.) (.*?)(?:  #.*)?$", f.__doc__, re.MULTILINE)
+    options = [p.name for p in inspect.signature(f).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    assert options
+    assert [x for x in options if not re.search(rf"\b{x}=", "\n".join(examples))] == []
 
 
 def selected(dtype, length, head_dim, implementation="auto", **facts):

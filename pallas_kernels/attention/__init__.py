@@ -130,7 +130,8 @@ def flash_attention(
         >>> flash_attention(q[:, :64], k, v, query_start=0)  # the first 64 queries
         >>> out, lse_BHT = flash_attention(q, k, v, return_lse=True)
         >>> flash_attention(q, k, v, deterministic=True)
-        >>> flash_attention(q, k, v, precision="highest", implementation="triton")
+        >>> flash_attention(q, k, v, numerics="fp32", implementation="triton")
+        >>> flash_attention(q, k, v, precision="highest")  # fp32, as in jax.lax.dot
     """
     precision = _precision(numerics, precision)
     options = Options(causal, scale, window, deterministic, precision, softcap, query_start)
@@ -163,6 +164,16 @@ def flash_attention_qkv(
         implementation: "auto", "mosaic", "triton", "cudnn", "xla" or "reference".
 
     The other arguments, the result and the errors are as in `flash_attention`.
+
+    Examples:
+        >>> flash_attention_qkv((x @ w).reshape(B, T, 3, H, D))
+        >>> flash_attention_qkv(qkv, causal=False, scale=1.0)
+        >>> flash_attention_qkv(qkv, window=1024, segment_ids=document_BT)
+        >>> flash_attention_qkv(qkv, softcap=50.0, sinks_H=sinks)
+        >>> out, lse_BHT = flash_attention_qkv(qkv, return_lse=True)
+        >>> flash_attention_qkv(qkv, deterministic=True)
+        >>> flash_attention_qkv(qkv, numerics="fp32", implementation="triton")
+        >>> flash_attention_qkv(qkv, precision="highest")  # fp32, as in jax.lax.dot
     """
     if qkv_BT3HD.ndim != 5 or qkv_BT3HD.shape[2] != 3:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Checks of the arguments of flash attention."""
+"""Checks of the arguments of the attention functions."""
 
 import functools
 import inspect
@@ -11,29 +11,45 @@ import jax.numpy as jnp
 
 from pallas_kernels._dispatch import DTYPES
 
+SWAP = "Swap axes 1 and 2 of arrays of shape (batch, heads, time, head_dim): jnp.swapaxes(x, 1, 2)"
+# Name in other libraries: the option, and the answer of a function that has the option.
 _HINTS = {
-    "is_causal": "the option is named causal, and is True by default",
-    "mask": "an arbitrary mask is a bias of 0 and −∞; window, segment_ids and key_range skip tiles",
-    "attn_mask": "an arbitrary mask is a bias of 0 and −∞; causal=False turns the causal mask off",
-    "dropout_p": "there is no dropout",
-    "logits_soft_cap": "the option is named softcap",
-    "local_window_size": "the option is named window",
+    "is_causal": ("causal", "the option is named causal, and is True by default"),
+    "mask": (
+        "bias",
+        "an arbitrary mask is a bias of 0 and −∞; window, segment_ids and key_range skip tiles",
+    ),
+    "attn_mask": (
+        "bias",
+        "an arbitrary mask is a bias of 0 and −∞; causal=False turns the causal mask off",
+    ),
+    "dropout_p": ("dropout", ""),
+    "logits_soft_cap": ("softcap", "the option is named softcap"),
+    "local_window_size": ("window", "the option is named window"),
+}
+_WITHOUT = {
+    "causal": "every call is causal",
+    "bias": "only flash_attention has arbitrary masks, as a bias of 0 and −∞",
+    "window": "it has no windows, flash_attention has",
+    "dropout": "there is no dropout",
 }
 
 
 def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """Wrap f: options of other libraries, and options passed by position, raise a TypeError that
-    says what to write; so do traced numbers."""
-    arrays = sum(
-        p.kind == p.POSITIONAL_OR_KEYWORD for p in inspect.signature(f).parameters.values()
-    )
+    """Wrap f: unknown options, and options passed by position, raise a TypeError that says what to
+    write; so do traced numbers."""
+    parameters = inspect.signature(f).parameters
+    arrays = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters.values())
 
     @functools.wraps(f)
     def call(*args: P.args, **options: P.kwargs) -> R:
-        for name in options.keys() & _HINTS.keys():
-            raise TypeError(f"{f.__name__}: unknown option {name}: {_HINTS[name]}")
+        for name in sorted(options.keys() - parameters.keys()):
+            option, hint = _HINTS.get(name, (name, ""))
+            if option not in parameters:
+                hint = _WITHOUT.get(option, f"expected one of {[*parameters][arrays:]}")
+            raise TypeError(f"{f.__name__}: unknown option {name}: {hint}")
         if len(args) > arrays:
-            raise TypeError(f"{f.__name__}: options are passed by name, such as causal=True")
+            raise TypeError(f"{f.__name__}: options are passed by name, such as scale=1.0")
         for name in ("scale", "window", "softcap", "query_start"):
             if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(options.get(name))):
                 why = "is compiled into the kernel: pass a Python number, not a traced array"
@@ -41,6 +57,16 @@ def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
         return f(*args, **options)
 
     return call
+
+
+def check_heads(name, q_BTHD, k_BSKD):
+    """Raise for a wrong number of heads: the axes of heads and time may be swapped."""
+    (t, h), k = q_BTHD.shape[1:3], k_BSKD.shape[2]
+    if h % k or h > max(256, t):
+        raise ValueError(
+            f"{name}: expected (batch, time, heads, head_dim) with heads a multiple of key heads, "
+            f"got {q_BTHD.shape}, {k_BSKD.shape}: {h} heads of {t} tokens. {SWAP}"
+        )
 
 
 def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
@@ -60,14 +86,7 @@ def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
             "head_dim), with keys, heads and channels",
             shapes,
         )
-    if q_BTHD.shape[2] > max(256, q_BTHD.shape[1]):
-        expected(
-            "(batch, time, heads, head_dim)",
-            f"{shapes}: {q_BTHD.shape[2]} heads of {q_BTHD.shape[1]} tokens. Swap axes 1 and 2 of "
-            "arrays of shape (batch, heads, time, head_dim): jnp.swapaxes(x, 1, 2)",
-        )
-    if q_BTHD.shape[2] % k_BSKD.shape[2]:
-        expected("a number of heads that is a multiple of that of key heads", shapes)
+    check_heads("flash_attention", q_BTHD, k_BSKD)
     if not q_BTHD.dtype == k_BSKD.dtype == v_BSKE.dtype:
         expected("one dtype for q, k, v", f"{q_BTHD.dtype}, {k_BSKD.dtype}, {v_BSKE.dtype}")
     if q_BTHD.dtype not in DTYPES:

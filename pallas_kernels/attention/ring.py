@@ -9,14 +9,19 @@ the merged results are L = log(exp L_A + exp L_B) and O = exp(L_A − L) O_A + e
 Liu et al., "Ring Attention", 2023. Shapes as in `flash_attention`, of one device's arrays.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _calls
 from pallas_kernels._types import Array, Float
-from pallas_kernels.attention import flash_attention
+from pallas_kernels.attention import Implementation, flash_attention
+from pallas_kernels.attention.arguments import SWAP, with_hints
+from pallas_kernels.gemm.numerics import Numerics
 
 
+@with_hints
 def ring_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BTKD: Float[Array, "B T K D"],
@@ -24,8 +29,13 @@ def ring_attention(
     *,
     axis_name: str,
     causal: bool = True,
+    scale: float | None = None,
+    softcap: float | None = None,
     return_lse: bool = False,
-    **options,
+    deterministic: bool = False,
+    numerics: str | Numerics | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation | str = "auto",
 ) -> Float[Array, "B T H E"] | tuple[Float[Array, "B T H E"], Float[Array, "B H T"]]:
     """Compute `flash_attention` of a sequence whose blocks are in order along a mesh axis.
 
@@ -36,29 +46,40 @@ def ring_attention(
     Args:
         q_BTHD, k_BTKD, v_BTKE: the device's block, of equally many tokens on every device.
         axis_name: mesh axis of `jax.shard_map`.
-        options: `scale`, `softcap`, `numerics`, `precision`, `deterministic` and `implementation`
-            of `flash_attention`.
 
-    Example:
+    The other arguments, the result and the errors are as in `flash_attention`.
+
+    Examples:
         >>> attend = functools.partial(ring_attention, axis_name="seq")
         >>> jax.shard_map(attend, mesh=mesh, in_specs=P(None, "seq"), out_specs=P(None, "seq"))(
         ...     q, k, v
         ... )
+        >>> attend(q, k, v, causal=False)  # inside of shard_map, as the following
+        >>> attend(q, k, v, scale=1.0, softcap=50.0)
+        >>> out, lse_BHT = attend(q, k, v, return_lse=True)
+        >>> attend(q, k, v, deterministic=True)
+        >>> attend(q, k, v, numerics="fp32", implementation="triton")
+        >>> attend(q, k, v, precision="highest")  # fp32, as in jax.lax.dot
     """
     if q_BTHD.shape[1] != k_BTKD.shape[1]:
         raise ValueError(
             "ring_attention: expected as many queries as keys on each device, got "
-            f"{q_BTHD.shape}, {k_BTKD.shape}"
+            f"{q_BTHD.shape}, {k_BTKD.shape}. {SWAP}"
         )
-    allowed = {"scale", "softcap", "numerics", "precision", "deterministic", "implementation"}
-    if wrong := sorted({*options} - allowed):
-        raise TypeError(f"ring_attention: unknown options {wrong}; choose of {sorted(allowed)}")
+    flash = functools.partial(
+        flash_attention,
+        scale=scale,
+        softcap=softcap,
+        return_lse=True,
+        deterministic=deterministic,
+        numerics=numerics,
+        precision=precision,
+        implementation=implementation,
+    )
     size, me = jax.lax.axis_size(axis_name), jax.lax.axis_index(axis_name)
 
     def attend(k_BTKD, v_BTKE, causal=False):
-        out_BTHE, lse_BHT = flash_attention(
-            q_BTHD, k_BTKD, v_BTKE, causal=causal, return_lse=True, **options
-        )
+        out_BTHE, lse_BHT = flash(q_BTHD, k_BTKD, v_BTKE, causal=causal)
         return out_BTHE.astype(jnp.float32), lse_BHT
 
     def skip(k_BTKD, v_BTKE):

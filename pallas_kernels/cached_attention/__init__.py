@@ -35,6 +35,7 @@ from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.attention import reference as attention_reference
+from pallas_kernels.attention.arguments import SWAP, check_heads, with_hints
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "this back end has no derivative; pass implementation='xla'"
@@ -63,6 +64,7 @@ _dispatch.register(
 )
 
 
+@with_hints
 def cached_attention(
     q_BTHD: Float[Array, "B T H D"],
     k_BSKD: Float[Array, "B S K D"],
@@ -96,11 +98,16 @@ def cached_attention(
 
     Raises:
         ValueError: wrong shapes, dtypes or options, or the named back end cannot run this call.
+        TypeError: an option that is passed by position, or that another library has.
 
-    Example:
+    Examples:
         >>> k_BSKD = jax.vmap(partial(jax.lax.dynamic_update_slice_in_dim, axis=0))(
         ...     k_BSKD, new_k_BTKD, lengths_B)  # and v_BSKD
-        >>> o_BTHD = cached_attention(q_BTHD, k_BSKD, v_BSKD, lengths_B + q_BTHD.shape[1])
+        >>> caches = k_BSKD, v_BSKD, lengths_B + q_BTHD.shape[1]
+        >>> o_BTHD = cached_attention(q_BTHD, *caches)
+        >>> cached_attention(q_BTHD, *caches, scale=1.0, softcap=50.0)  # Gemma 2
+        >>> cached_attention(q_BTHD, *caches, window=128, sinks_H=sinks)  # gpt-oss
+        >>> cached_attention(q_BTHD, *caches, precision="highest", implementation="xla")
     """
     _check(q_BTHD, k_BSKD, v_BSKD, lengths_B, window, softcap, sinks_H)
     (t, h, d), k = q_BTHD.shape[1:], k_BSKD.shape[2]
@@ -156,15 +163,14 @@ def _check(q_BTHD, k_BSKD, v_BSKD, lengths_B, window, softcap, sinks_H):
         and k_BSKD.shape == v_BSKD.shape
         and (q_BTHD.shape[0], q_BTHD.shape[3]) == (k_BSKD.shape[0], k_BSKD.shape[3])
         and min(*q_BTHD.shape[2:], k_BSKD.shape[2]) >= 1
-        and q_BTHD.shape[2] % k_BSKD.shape[2] == 0
         and lengths_B.shape == q_BTHD.shape[:1]
         and jnp.issubdtype(lengths_B.dtype, jnp.integer)
     ):
         raise ValueError(
             "cached_attention: expected q (batch, queries, heads, head_dim), k and v (batch, "
-            "positions, key heads, head_dim), with heads a multiple of key heads, and lengths "
-            f"(batch,) in integers, got {got}"
+            f"positions, key heads, head_dim), and lengths (batch,) in integers, got {got}. {SWAP}"
         )
+    check_heads("cached_attention", q_BTHD, k_BSKD)
     if not q_BTHD.dtype == k_BSKD.dtype == v_BSKD.dtype or q_BTHD.dtype not in _dispatch.DTYPES:
         raise ValueError(
             "cached_attention: expected q, k and v all in float32, bfloat16 or float16, got " + got
