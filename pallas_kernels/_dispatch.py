@@ -20,7 +20,8 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 float64."""
 _PARTITIONED = (
     "needs arrays of one device, and the compiler may split these over several: it would gather "
-    "them on each, since this kernel has no sharding rule. Call it inside jax.shard_map"
+    "them on each, since this kernel has no sharding rule for this call. Call it inside "
+    "jax.shard_map"
 )
 
 
@@ -41,9 +42,9 @@ class BackEnd:
     """Return None where the back end can run a call with these facts, else the reason why not."""
     custom: bool = False
     """Launches custom kernels, which GSPMD cannot partition without a sharding rule."""
-    rule: bool | Callable[[Any], bool] = False
+    rule: bool | Callable[[Any, int], bool] = False
     """Whether all launches have a sharding rule (pallas_kernels/_partition.py); a bool, or a
-    function of the facts."""
+    function of the facts and of the number of devices of the mesh."""
     sums: bool = False
     """Whether a launch returns sums over the shards, which need the names of all mesh axes."""
 
@@ -168,11 +169,12 @@ def select(operation: str, implementation: str = "auto", *, arrays: Any = (), **
             f"{operation}: expected the facts {needed} and optionally {optional}, got {got}"
         )
     call = entry.facts(**facts)
-    split = partitioned(arrays)
+    split = (devices := devices_of(arrays)) > 1
     partly_manual = bool(jax.sharding.get_abstract_mesh().manual_axes)
 
     def gathers(back_end: BackEnd) -> bool:
-        rule = back_end.rule(call) if callable(back_end.rule) else back_end.rule
+        rule = back_end.rule
+        rule = rule(call, devices) if split and callable(rule) else rule
         return split and back_end.custom and (not rule or (partly_manual and back_end.sums))
 
     reasons = ((name, back_end.why_not(call)) for name, back_end in back_ends.items())
@@ -270,10 +272,15 @@ def capability() -> tuple[int, int] | None:
 
 
 def partitioned(*arrays: Any) -> bool:
-    """Return whether the compiler may split work on these arrays over several devices.
+    """Return whether the compiler may split work on these arrays over several devices."""
+    return devices_of(*arrays) > 1
 
-    The result is True if the mesh of an array, or of `jax.set_mesh`, has axes that are not manual
-    and span several devices. Under `jax.jit`, too, the type of an array names the array's mesh,
+
+def devices_of(*arrays: Any) -> int:
+    """Return the number of devices over which the compiler may split work on these arrays.
+
+    These are the devices along the axes that are not manual, of the mesh of an array or of
+    `jax.set_mesh`. Under `jax.jit`, too, the type of an array names the array's mesh,
     and results inherit the mesh of their operands. Inside `jax.shard_map` the axes are manual and
     arrays are local.
 
@@ -285,7 +292,7 @@ def partitioned(*arrays: Any) -> bool:
     meshes = [context]
     if not context.manual_axes:
         meshes += [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(arrays)]
-    return any(_devices_of_compiler(mesh) > 1 for mesh in meshes)
+    return max(_devices_of_compiler(mesh) for mesh in meshes)
 
 
 def _devices_of_compiler(mesh: jax.sharding.AbstractMesh) -> int:

@@ -393,10 +393,11 @@ def test_tiles_for_a_width():
 
     for n, o, columns in (
         (256, 3072, 192), (256, 4096, 192), (256, 6400, 192),
-        (128, 4096, 128), (256, 256, 128), (256, 320, None),
+        (128, 4096, 128), (256, 256, 128),
     ):  # fmt: skip
-        tiles = mosaic.tiles_for(n, o, 64, 2)
-        assert (tiles and tiles.columns) == columns
+        assert mosaic.tiles_for(n, o, 64, 2).columns == columns
+    with pytest.raises(ValueError, match="mosaic has no tiles for 256 rows, 320 col.*each device"):
+        mosaic.tiles_for(256, 320, 64, 2)
     with pytest.raises(ValueError, match="2 slots do not divide the 1 parts of a column"):
         mosaic.Tiles(rows=64, columns=192)
 

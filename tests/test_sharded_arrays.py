@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ from comparison_tools import rms
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_kernels as pk
+from pallas_kernels import _dispatch
 from pallas_kernels._partition import Rule, overwriting, sharded
 
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
@@ -39,6 +41,24 @@ class Case:
     sums: tuple[int, ...] = ()
     second: tuple[int, ...] = ()
     """Sums of XLA's matmuls over a second mesh axis: one more collective each."""
+    results: Any = None
+    """Shardings of the results of an operation without gradients."""
+
+    def gradients(self, *arrays):
+        """The gradients, or the results of an operation without gradients."""
+        return with_gradients(self.f)(*arrays)[1] if self.results is None else self.f(*arrays)
+
+    def lowered(self, mesh, dtype=jnp.float32):
+        """Lower the gradients, sharded as the arrays."""
+        shardings = [NamedSharding(mesh, spec) for _, spec in self.arrays]
+        arrays = [
+            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+            for (shape, _), sharding in zip(self.arrays, shardings, strict=True)
+        ]
+        out = tuple(shardings)
+        if self.results is not None:
+            out = jax.tree.map(partial(NamedSharding, mesh), self.results)
+        return jax.jit(self.gradients, out_shardings=out).lower(*arrays)
 
 
 def attention(*arrays, **options):
@@ -52,6 +72,24 @@ def rotary(x):
 
 def losses(logits):
     return pk.fused_classifier(logits, jnp.zeros(B * T, jnp.int32), implementation="triton")[0]
+
+
+def decode(k_LBSHD, v_LBSHD, likeliest=False):
+    """With one sequence on each of two devices."""
+    sizes = {"L": 2, "S": 24, "C": 32, "N": 96, "F": 128, "V": V}
+    names = [field.name for field in dataclasses.fields(pk.DecoderWeights)]
+    shapes = [tuple(sizes[axis] for axis in name.rpartition("_")[2]) for name in names]
+    weights = pk.DecoderWeights(*(jnp.sin(jnp.arange(np.prod(s)).reshape(s)) for s in shapes))
+    cache, tokens = pk.DecoderCache.of(k_LBSHD, v_LBSHD), jnp.asarray([3, 5], jnp.int32)
+    how = {"likeliest": likeliest, "implementation": "triton"}
+    result, new = pk.decode_step(weights, cache, tokens, tokens, **how)
+    return result, new.k_LBSHD, new.v_LBSHD
+
+
+def sample(logits):
+    uniform = jnp.full(len(logits), 0.4)
+    filters = pk.Filters(jnp.float32(0.8), jnp.int32(50), jnp.float32(0.95))
+    return pk.sample_token(logits, uniform, filters, implementation="triton")
 
 
 def on_triton(f, **options):
@@ -140,6 +178,13 @@ CASES = {
         [((B, T, C), FIRST), *[((C, F), WHOLE)] * 2, ((F, C), WHOLE)],
         (2 * C * F, F * C),  # of both matrices of x in one
     ),
+    "sample_token": Case(sample, [((B * T, V), FIRST)], results=FIRST),
+    "decode_step": Case(decode, [((2, 2, 24, 2, 16), SECOND)] * 2, results=(FIRST, *[SECOND] * 2)),
+    "likeliest token": Case(
+        partial(decode, likeliest=True),
+        [((2, 2, 24, 2, 16), SECOND)] * 2,
+        results=(FIRST, *[SECOND] * 2),
+    ),
 }
 
 
@@ -175,16 +220,7 @@ def launches_and_collectives(text, case):
 def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
     case, mesh = CASES[name], mesh_of(kind)
     with jax.set_mesh(mesh):
-        shardings = [NamedSharding(mesh, spec) for _, spec in case.arrays]
-        arrays = [
-            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
-            for (shape, _), sharding in zip(case.arrays, shardings, strict=True)
-        ]
-
-        def gradients(*arrays):
-            return with_gradients(case.f)(*arrays)[1]
-
-        compiled = jax.jit(gradients, out_shardings=tuple(shardings)).lower(*arrays).compile()
+        compiled = case.lowered(mesh).compile()
     sizes = launches_and_collectives(compiled.as_text(), case)
     second = case.second if mesh.shape["time"] > 1 else ()
     assert sorted(sizes) == sorted(case.sums + second)
@@ -209,6 +245,8 @@ def with_gradients(f):
 
 
 MOSAIC = {"implementation": "mosaic"}
+# 256 rows on each of 8 GPUs.
+WIDE = [((8, 256, 128), FIRST), ((128, 384), WHOLE), ((384,), WHOLE), ((384, 128), WHOLE)]
 ON_MOSAIC = {
     "attention": Case(partial(pk.flash_attention, **MOSAIC), [((B, 256, 4, 64), HEADS)] * 3),
     "grouped attention": Case(
@@ -216,6 +254,11 @@ ON_MOSAIC = {
         [((B, 256, 4, 64), FIRST), *[((B, 256, 2, 64), FIRST)] * 2],
     ),
     "xxt": Case(partial(pk.xxt, **MOSAIC), [((4, 256, 512), FIRST)]),
+    "linear_gelu": Case(partial(pk.linear_gelu, **MOSAIC), WIDE[:3], (128 * 384, 384)),
+    "mlp": Case(partial(pk.mlp, **MOSAIC), WIDE, (128 * 384, 384, 384 * 128)),
+    "mlp in FP8": Case(
+        partial(pk.mlp, numerics="fp8", **MOSAIC), WIDE, (128 * 384, 384, 384 * 128, 1)
+    ),
 }
 ON_GPUS = [
     *((name, case, jnp.float32) for name, case in CASES.items()),
@@ -229,12 +272,13 @@ ON_GPUS = [
 def test_two_gpus_compute_what_one_computes(name, case, dtype):
     random = np.random.default_rng(0)
     arrays = [jnp.asarray(random.standard_normal(shape), dtype) for shape, _ in case.arrays]
-    expected = jax.jit(with_gradients(case.f))(*arrays)
+    f = jax.jit(with_gradients(case.f) if case.results is None else case.f)
+    expected = f(*arrays)
     mesh = mesh_of(AxisType.Auto)
     with jax.set_mesh(mesh):
         shardings = [NamedSharding(mesh, spec) for _, spec in case.arrays]
         split = jax.tree.map(jax.device_put, arrays, shardings)
-        found = jax.jit(with_gradients(case.f))(*split)
+        found = f(*split)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         a, b = (np.asarray(x, np.float64) for x in (a, b))
         assert np.isfinite(b).all()
@@ -291,6 +335,18 @@ def test_explicit_axes_that_a_kernel_needs_whole_are_refused(triton_on_cpu):
         x = jax.device_put(jnp.ones((8, V)), NamedSharding(mesh_of(AxisType.Explicit), SECOND))
         with pytest.raises(ValueError, match=r"axes n s .* over n only.*jax\.sharding\.reshard"):
             jax.jit(on_triton(pk.softmax))(x)
+
+
+def test_mosaics_tiles_divide_the_rows_of_each_device(monkeypatch):
+    monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)
+    sizes = {"dtype": jnp.bfloat16, "inputs": 128, "outputs": 384}
+    on_mesh = jax.device_put(jnp.ones(2), NamedSharding(mesh_of(AxisType.Auto), FIRST))
+    chosen = [
+        pk.select("mlp", rows=rows, arrays=arrays, **sizes)
+        for arrays in (jnp.ones(2), on_mesh)
+        for rows in (256, 384)
+    ]
+    assert chosen == ["mosaic", "mosaic", "mosaic", "xla"]
 
 
 @pytest.mark.parametrize("name", ["attention", "swiglu", "softmax", "fused_classifier"])

@@ -19,7 +19,8 @@ Library: generation (`gptjax.generate`).
 Back ends:
     triton: one sequence: one launch for all blocks; several: 7 launches a block. NVIDIA GPUs from
         Ampere on, the default on Hopper; up to 128 sequences in bf16 and fp16, 16 in fp32. The
-        variance in LayerNorm is E[x²] − E[x]²: see `decode_step`.
+        variance in LayerNorm is E[x²] − E[x]²: see `decode_step`. On sharded arrays, each device
+        decodes its own sequences with whole weights.
     xla: plain JAX, with the roundings of the model; any device.
     reference: the definition, in fp32; any device.
 No back end is differentiable.
@@ -34,6 +35,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA, BackEnd
+from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Int, PyTree
 from pallas_kernels.sampling import NO_DERIVATIVE, Filters, sample_token
 
@@ -147,7 +149,7 @@ def _order(facts: Facts, split: bool) -> tuple[str, ...]:
 
 _dispatch.register(
     "decode_step",
-    back_ends=[BackEnd("triton", _why_not_triton, custom=True), XLA, REFERENCE],
+    back_ends=[BackEnd("triton", _why_not_triton, custom=True, rule=True), XLA, REFERENCE],
     facts=Facts,
     order=_order,
 )
@@ -209,17 +211,23 @@ def decode_step(
     if backend == "triton":
         from pallas_kernels.decode import triton
 
-        launch = functools.partial(
-            triton.decode_step,
-            eps=eps,
-            out_dtype=residual_dtype,
-            programs=programs(),
-            likeliest=likeliest,
-        )
-        result, *new = _calls.looped("decode_step", launch, overwrites=True)(*args)
-        if likeliest and len(token_B) > 1:
+        how = {"eps": eps, "residual_dtype": residual_dtype}
+        # The choice is not in the launch: a shard with one of several sequences has no exchange.
+        if one := len(token_B) == 1:
+            kernel = functools.partial(
+                triton.decode_one, programs=programs(), likeliest=likeliest, **how
+            )
+        else:
+            kernel = functools.partial(triton.decode_many, **how)
+            args = (weights, dataclasses.replace(cache, exchange=None), token_B, length_B)
+        rule = _rule(weights, "b" if one and likeliest else "b v")
+        launch = _calls.looped("decode_step", kernel, rule=rule, overwrites=True)
+        result, new = launch(*args)
+        if one:
+            return result, new
+        if likeliest:
             result = sample_token(result, jnp.zeros(token_B.shape), Filters())
-        return result, DecoderCache(*new)
+        return result, dataclasses.replace(new, exchange=cache.exchange)
     dtype = weights.head_VC.dtype
     if backend == "reference":
         weights = jax.tree.map(lambda x: x.astype(jnp.float32), weights)
@@ -228,6 +236,16 @@ def decode_step(
     logits_BV, new = _in_jax(weights, cache, token_B, length_B, **how)
     logits_BV = logits_BV.astype(dtype)
     return (logits_BV.argmax(-1).astype(jnp.int32) if likeliest else logits_BV), new
+
+
+def _rule(weights: DecoderWeights, result: str) -> Rule:
+    """Return the rule of a launch, whose first result has these axes."""
+    terms = [
+        " ".join(f"w{i}_{axis}" for axis in range(x.ndim))
+        for i, x in enumerate(jax.tree.leaves(weights))
+    ]
+    cache = "l b s h d, l b s h d, e"
+    return Rule(f"{', '.join(terms)}, {cache}, b, b -> {result}, {cache}", over="b")
 
 
 def programs() -> int:

@@ -40,19 +40,13 @@ AHEAD_LINES, LINE_BYTES = 1024, 128
 AHEAD_KEYS = 96
 
 
-def decode_step(weights, cache, token_B, length_B, *, eps, out_dtype, programs, likeliest):
-    """Return (logits (B, V), k, v, exchange) after one token of each sequence.
+def decode_one(weights, cache, token_B, length_B, *, eps, residual_dtype, programs, likeliest):
+    """Return (logits (1, V), cache) after one token of one sequence.
 
     Args:
-        out_dtype: dtype of the residual stream.
-        programs, likeliest: for one sequence only: number of SMs of the device; return the
-            likeliest token, (1,) int32, in place of the logits.
+        programs: number of SMs of the device.
+        likeliest: return the likeliest token, (1,) int32, in place of the logits.
     """
-    args = (weights, cache, token_B, length_B, eps, out_dtype)
-    return _one(*args, programs, likeliest) if token_B.shape[0] == 1 else _many(*args)
-
-
-def _one(weights, cache, token_B, length_B, eps, residual, programs, likeliest):
     blocks, _, length, heads, _ = cache.k_LBSHD.shape
     (vocab_size, c), dtype = weights.head_VC.shape, weights.head_VC.dtype
     chunk, chunk_f = _chunk(c, 256), _chunk(4 * c, 256)
@@ -82,7 +76,7 @@ def _one(weights, cache, token_B, length_B, eps, residual, programs, likeliest):
         S=length,
         EPS=eps,
         PROGRAMS=programs,
-        FP32_RESIDUAL=residual == jnp.float32,
+        FP32_RESIDUAL=residual_dtype == jnp.float32,
         HALF=cache.exchange.shape[0] // 2,
         R=R,
         R_OUT=_power_of_two_below(rows(R, 4 * c, chunk_f)),
@@ -93,17 +87,18 @@ def _one(weights, cache, token_B, length_B, eps, residual, programs, likeliest):
         KEYS=min(KEYS, triton.next_power_of_2(length)),
         LIKELIEST=likeliest,
     )
-    return result, *cached
+    return result, type(cache)(*cached)
 
 
-def _many(weights, cache, token_B, length_B, eps, residual):
+def decode_many(weights, cache, token_B, length_B, *, eps, residual_dtype):
+    """Return (logits (B, V), cache) after one token of each sequence, without the exchange."""
     w, dtype, k_LBSHD, v_LBSHD = weights, weights.head_VC.dtype, cache.k_LBSHD, cache.v_LBSHD
     blocks, b, length, heads, d = k_LBSHD.shape
     vocab_size, c = w.head_VC.shape
     row = {"B": b, "S": length, "C": c, "CP": triton.next_power_of_2(c), "EPS": eps}
     bulk_requests = (_dispatch.capability() or (0, 0)) >= (9, 0)
     keys_ahead = min(AHEAD_KEYS, length) if bulk_requests else 0
-    stream = [jax.ShapeDtypeStruct((b, c), residual), jax.ShapeDtypeStruct((b, c), dtype)]
+    stream = [jax.ShapeDtypeStruct((b, c), residual_dtype), jax.ShapeDtypeStruct((b, c), dtype)]
     tile, head_tile = TILES[dtype.itemsize]
 
     def matmul(x_BK, w_LNK, layer, bias_LN=None, *, parts=None, tile=tile, gelu=False):
@@ -185,7 +180,7 @@ def _many(weights, cache, token_B, length_B, eps, residual):
         else:
             norm = (w.ln_f_scale_C, w.ln_f_bias_C, 0, w.head_VC, 0)
         x_BC, y_BC = add_and_norm(x_BC, out_PBC, w.out_bias_LC, layer, *norm)
-    return matmul(y_BC, w.head_VC, 0, tile=head_tile), k_LBSHD, v_LBSHD, cache.exchange
+    return matmul(y_BC, w.head_VC, 0, tile=head_tile), type(cache)(k_LBSHD, v_LBSHD, None)
 
 
 def _chunk(k: int, most: int) -> int:

@@ -19,7 +19,8 @@ than the activation, and as much memory as u. `triton` in fp32 saves x w instead
 anyway.
 
 Back ends:
-    mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide.
+    mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide: on sharded arrays,
+        rows of each device.
     triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the matmul is
         XLA's, and one kernel adds bias and activation.
     xla: plain JAX; any device.
@@ -215,6 +216,12 @@ def _why_not_mosaic(call: Facts) -> str | None:
     return mosaic.why_not(call.rows, call.outputs, call.inputs, itemsize)
 
 
+def _tiles_divide_shards(call: Facts, devices: int) -> bool:
+    """Whether the tiles divide the rows of a shard, however many of the devices shard the rows."""
+    shard = dataclasses.replace(call, rows=call.rows // devices)
+    return call.rows % devices == 0 and _why_not_mosaic(shard) is None
+
+
 def _why_not_triton(call: Facts) -> str | None:
     if (why := _dispatch.why_not_triton() or _why_not_kernels(call)) is not None:
         return why
@@ -228,8 +235,7 @@ _dispatch.register(
     "linear_relu_squared",
     "mlp",
     back_ends=[
-        # Its tiles must divide the rows of a shard, whose number is not known here.
-        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_tiles_divide_shards, sums=True),
         BackEnd("triton", _why_not_triton, custom=True, rule=True, sums=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
@@ -302,10 +308,8 @@ class Options:
 
     def call(self, kernel: Callable, axes: str, *args: Any, **static: Any) -> Any:
         """Call a function that launches kernels; `axes` are those of a `Rule` over n* and o."""
-        # Mosaic's tiles must divide the rows of a shard: its launches are those of one device.
-        rule = None if self.backend == "mosaic" else Rule(axes, "n* o")
         launch = functools.partial(kernel, **static)
-        return _calls.looped(self.name, launch, rule=rule)(*args)
+        return _calls.looped(self.name, launch, rule=Rule(axes, "n* o"))(*args)
 
 
 def _linear(kernel, activation, x, w, b, implementation, numerics):
@@ -381,11 +385,11 @@ def _mlp_backward(options, saved, dy_NC):
         stored = options.stored(dtype)
         w2_OC = w2.rows if stored.k_major else w2.rows.astype(dtype)
         scale = None if dy.scale is None else dy.scale.value
-        arrays = dy.rows, w2_OC, saved_NO, numerics.factors(dy, w2), scale
+        factors = numerics.factors(dy, w2)
+        arrays = dy.rows, w2_OC, saved_NO, factors, scale
         static = {"stored": stored, "bias": b_O is not None}
-        du_NO, du_ON, db_O = options.call(
-            options.kernels().du, "n* c, o c, n* o, -> n* o, o n*, o", *arrays, **static
-        )
+        axes = f"n* c, o c, n* o, {', ' * len(factors)} -> n* o, o n*, o"
+        du_NO, du_ON, db_O = options.call(options.kernels().du, axes, *arrays, **static)
         du, y_again = Operand(du_NO, du_ON, dy.scale), None
     else:
         dh_NO = numerics.input_gradient(dy, w2, dtype)
@@ -405,7 +409,8 @@ def _why_not_du(dy: Operand, w2: Operand) -> str | None:
     from pallas_kernels.gemm import mosaic
 
     *rows, c = dy.rows.shape
-    return mosaic.why_not(math.prod(rows), w2.rows.shape[0], c, dy.rows.dtype.itemsize)
+    rows = math.prod(rows) // _dispatch.devices_of(dy.rows)
+    return mosaic.why_not(rows, w2.rows.shape[0], c, dy.rows.dtype.itemsize)
 
 
 def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
@@ -424,9 +429,11 @@ def hidden(options, x: Operand, w: Operand, b_O, dtype, save: bool = True):
         matrix = w.k_major
         if not stored.k_major:
             matrix = (w.k_major.T if w.rows is None else w.rows).astype(dtype)
-        arrays = x.rows, matrix, b_O, numerics.factors(x, w)
+        factors = numerics.factors(x, w)
+        arrays = x.rows, matrix, b_O, factors
         static = {"activation": activation, "stored": stored, "save": save}
-        axes = "n* i, i o, o -> n* o, o n*, n* o"
+        of_matrix = "o i" if stored.k_major else "i o"
+        axes = f"n* i, {of_matrix}, o{', ' * len(factors)} -> n* o, o n*, n* o"
         y_NO, y_ON, saved_NO = options.call(options.kernels().activated, axes, *arrays, **static)
     return Operand(y_NO, y_ON, factor=stored.scale), y_NO if saved_NO is None else saved_NO
 

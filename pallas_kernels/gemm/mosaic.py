@@ -104,19 +104,24 @@ TILES_16 = (Tiles(), Tiles(columns=128, stages=5, cluster=1))
 TILES_8 = (Tiles(group=8), Tiles(columns=128, stages=5, group=8))
 
 
-def tiles_for(m: int, n: int, k: int, itemsize: int) -> Tiles | None:
-    """Return the first tiles that divide the sizes, or None.
+def tiles_for(m: int, n: int, k: int, itemsize: int) -> Tiles:
+    """Return the first tiles that divide the sizes.
 
     Args:
         itemsize: bytes of an operand's number, 1 or 2.
+
+    Raises:
+        ValueError: no tiles divide the sizes, such as those of a shard.
     """
+    if (why := why_not(m, n, k, itemsize)) is not None:
+        raise ValueError(f"mosaic {why}, on each device; use another implementation")
     choices = TILES_8 if itemsize == 1 else TILES_16
-    return next((tiles for tiles in choices if tiles.divide(m, n, k, itemsize)), None)
+    return next(tiles for tiles in choices if tiles.divide(m, n, k, itemsize))
 
 
 def why_not(m: int, n: int, k: int, itemsize: int) -> str | None:
     """Return None if there are tiles for M×N results over K, else the reason."""
-    if tiles_for(m, n, k, itemsize) is not None:
+    if any(x.divide(m, n, k, itemsize) for x in (TILES_8 if itemsize == 1 else TILES_16)):
         return None
     fewest = TILES_8[1] if itemsize == 1 else TILES_16[1]
     return (

@@ -27,6 +27,7 @@ import numpy as np
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA
+from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Int
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -47,7 +48,9 @@ class Filters:
     """fp32, in (0, 1]."""
 
 
-_dispatch.register("sample_token", back_ends=[TRITON, XLA, REFERENCE])
+_dispatch.register(
+    "sample_token", back_ends=[dataclasses.replace(TRITON, rule=True), XLA, REFERENCE]
+)
 
 
 def sample_token(
@@ -78,7 +81,8 @@ def sample_token(
     if _dispatch.select("sample_token", implementation, arrays=args[:2]) == "triton":
         from pallas_kernels.sampling import triton
 
-        return _calls.looped("sample_token", triton.sample_token)(*args)
+        rule = Rule("b v, b, , , -> b", over="b")
+        return _calls.looped("sample_token", triton.sample_token, rule=rule)(*args)
     logits_BV, uniform_B, *options = args
     return _in_jax(logits_BV, uniform_B, Filters(*options))
 
