@@ -144,7 +144,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
             say("first step", start_up)
 
     def validate() -> None:
-        losses = jax.device_get([eval_step(state.params, batch) for batch in val_batches])
+        params = state.evaluation_params()
+        losses = jax.device_get([eval_step(params, batch) for batch in val_batches])
         progress.validated(step, float(np.average(np.float64(losses), weights=val_weights)))
 
     def save() -> None:
@@ -185,7 +186,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
                 if wants_fp8_clipping:
                     progress.fp8_clipping(step, steps.fp8_clipping(state, batch))
                 if wants_eval:
-                    progress.evaluated(step, evaluations.results(state.params, own.model))
+                    progress.evaluated(step, evaluations.results(state, own.model))
                 if wants_sample:
                     progress.sampled(step, evaluations.sample(own.model, state, step))
                 progress.pause()

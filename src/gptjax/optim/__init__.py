@@ -19,6 +19,13 @@ from gptjax.optim.normuon import (
 from gptjax.optim.partition import Group, GroupError, Matrices
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, Scheduled, schedule
+from gptjax.optim.transforms import (
+    ema_nesterov,
+    evaluation_params,
+    radial_pin,
+    row_floor,
+    tail_ema,
+)
 
 # Options of train.py: imported at their first use. The transformations do not need them.
 if TYPE_CHECKING:
@@ -47,6 +54,8 @@ __all__ = [
     "adamw",
     "decay_mask",
     "distributed",
+    "ema_nesterov",
+    "evaluation_params",
     "matrices_and_adamw",
     "momentum_schedule",
     "newton_schulz",
@@ -54,12 +63,15 @@ __all__ = [
     "normuon_and_adamw",
     "orthogonalize",
     "polar_express",
+    "radial_pin",
+    "row_floor",
     "scale_by_matrix_shape",
     "scale_by_nesterov",
     "scale_by_neuron_norm",
     "scale_by_normuon",
     "schedule",
     "switch_algorithm",
+    "tail_ema",
     "view",
     "whole",
     "with_mantissa",

@@ -1,8 +1,9 @@
 """The config of each optimizer, which builds the transformation of a run."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -21,10 +22,19 @@ from gptjax.fields import (
 )
 from gptjax.optim.adamw import adamw, matrices_and_adamw
 from gptjax.optim.low_precision import with_mantissa
-from gptjax.optim.normuon import distributed, momentum_schedule, normuon_and_adamw
-from gptjax.optim.partition import Group, Matrices
+from gptjax.optim.normuon import (
+    distributed,
+    momentum_schedule,
+    normuon_and_adamw,
+    orthogonalize,
+    scale_by_matrix_shape,
+    scale_by_nesterov,
+    scale_by_neuron_norm,
+)
+from gptjax.optim.partition import Group, Matrices, group_of
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, SHAPES, schedule
+from gptjax.optim.transforms import ema_nesterov, radial_pin, row_floor, tail_ema
 
 METHODS = {"polar_express": polar_express, "newton_schulz": newton_schulz}
 
@@ -50,13 +60,15 @@ class OptimizerConfig:
     """Peak learning rate of AdamW."""
     schedule: Literal[*SCHEDULES] = "cosine"
     """Shape of the cooldown, which follows the warm-up. The cooldown of wsd, 1 − √progress, takes
-    the last 20 % of the steps."""
+    the last 20 % of the steps. The cooldown of powercool is (1 − progress)^1.2."""
     warmup_steps: NonNegativeInt = 700
     """Steps of linear warm-up."""
     schedule_steps: PositiveInt | None = None
     """Step at which the schedule ends; max_steps when None."""
     cooldown_steps: PositiveInt | None = None
     """Steps of the cooldown, after a constant learning rate. None: the default of the schedule."""
+    powercool_start: UnitFloat = 0.51
+    """With powercool and no cooldown_steps, the part of the schedule before AdamW's cooldown."""
     final_steps: NonNegativeInt = 0
     """Steps with the final learning rate, after the cooldown."""
     final_fraction: UnitFloat = 0.0
@@ -90,6 +102,24 @@ class OptimizerConfig:
     """Storage of the matrices inside the blocks. bf16_mantissa: the bf16 values that the model
     reads, and the other 16 bits of the fp32 values. An update reads both and computes in fp32.
     Needs a model in bf16."""
+    ema_nesterov_beta: NonNegativeFloat = 0.0
+    """Look-ahead of all parameters in the direction of the average step, times learning rate/peak;
+    0: none. The records of modded-nanogpt use 0.3 and 0.6."""
+    ema_nesterov_gamma: DecayRate = 0.99
+    """Decay rate of the average step."""
+    ema_nesterov_start: UnitFloat = 0.16
+    """Part of the schedule before the look-ahead."""
+    ema_nesterov_stop: UnitFloat = 0.76
+    """Part of the schedule at which the look-ahead ends."""
+    tail_ema_weight: UnitFloat = 0.0
+    """Weight of the average of the last steps in the parameters that are evaluated, sampled from
+    and exported; 0: no average. The records of modded-nanogpt use 0.6."""
+    tail_ema_start: UnitFloat = 0.83
+    """Part of the schedule before the average."""
+    tail_ema_steps: PositiveFloat = 150.0
+    """Steps of the exponential average: a step's parameters have the weight 1/tail_ema_steps."""
+    tail_ema_exclude: str = ""
+    """Regular expression of the paths of parameters without an average, such as wte."""
 
     @property
     def extensible(self) -> bool:
@@ -102,7 +132,22 @@ class OptimizerConfig:
         Args:
             total_steps: end of the schedule if `schedule_steps` is None.
         """
-        return {"learning_rate": self._learning_rate(self.learning_rate, total_steps)}
+        end = self.schedule_steps or total_steps
+        relative = self._learning_rate(1.0, total_steps)
+
+        def beta(count):
+            start, stop = self.ema_nesterov_start * end, self.ema_nesterov_stop * end
+            inside = (start <= count) & (count < stop)
+            return self.ema_nesterov_beta * jnp.where(inside, relative(count), 0.0)
+
+        def tail_rate(count):
+            return jnp.where(count < self.tail_ema_start * end, 1.0, 1 / self.tail_ema_steps)
+
+        return {
+            "learning_rate": self._learning_rate(self.learning_rate, total_steps),
+            "ema_nesterov_beta": beta,
+            "tail_ema_rate": tail_rate,
+        }
 
     def zero_from(self, total_steps: int) -> int | None:
         """Return the index of the first update with learning rate 0, or None.
@@ -132,7 +177,19 @@ class OptimizerConfig:
                 argument of the compiled function: one executable then serves runs of any learning
                 rate and length.
         """
-        return self._build(schedules or self.schedules(total_steps), groups, mesh)
+        schedules = schedules or self.schedules(total_steps)
+        tx = self._build(schedules, groups, mesh)
+        if self.tail_ema_weight:
+            exclude = re.compile(self.tail_ema_exclude)
+            average = tail_ema(
+                schedules["tail_ema_rate"],
+                self.tail_ema_weight,
+                select=lambda path: not exclude.fullmatch(path),
+            )
+            tx = optax.named_chain(("optimizer", tx), ("average", average))
+        if self.ema_nesterov_beta:
+            tx = ema_nesterov(tx, schedules["ema_nesterov_beta"], self.ema_nesterov_gamma)
+        return tx
 
     def _build(
         self,
@@ -173,14 +230,20 @@ class OptimizerConfig:
                 options.append(f"{field.name} {value}")
         return [f"{self.name}: {', '.join(options)}"]
 
-    def _learning_rate(self, peak: float, total_steps: int) -> optax.Schedule:
+    def _learning_rate(
+        self, peak: float, total_steps: int, powercool_start: float | None = None
+    ) -> optax.Schedule:
+        end, cooldown = self.schedule_steps or total_steps, self.cooldown_steps
+        if self.schedule == "powercool" and cooldown is None:
+            start = self.powercool_start if powercool_start is None else powercool_start
+            cooldown = (1 - start) * (end - self.final_steps)
         return schedule(
             self.schedule,
             peak=float(peak),
             warmup_steps=self.warmup_steps,
-            total_steps=self.schedule_steps or total_steps,
+            total_steps=end,
             final_fraction=float(self.final_fraction),
-            cooldown_steps=self.cooldown_steps,
+            cooldown_steps=cooldown,
             final_steps=self.final_steps,
         )
 
@@ -207,6 +270,9 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     matrix_learning_rate: PositiveFloat = 0.035
     """Peak learning rate of the matrices; the schedule has the same shape as AdamW's."""
+    matrix_powercool_start: UnitFloat = 0.18
+    """With powercool and no cooldown_steps, the part of the schedule before the cooldown of the
+    matrices."""
     matrix_weight_decay: NonNegativeFloat = 0.025
     """Weight decay of the matrices."""
     momentum: DecayRate = 0.95
@@ -221,7 +287,9 @@ class MatrixOptimizerConfig(OptimizerConfig):
         return None
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
-        matrix_rate = self._learning_rate(self.matrix_learning_rate, total_steps)
+        matrix_rate = self._learning_rate(
+            self.matrix_learning_rate, total_steps, self.matrix_powercool_start
+        )
         return super().schedules(total_steps) | {"matrix_learning_rate": matrix_rate}
 
     def _adamw_options(self, schedules: Mapping[str, optax.Schedule]) -> dict[str, Any]:
@@ -248,6 +316,16 @@ class NorMuonConfig(MatrixOptimizerConfig):
     """Decay rate of each neuron's second moment."""
     orthogonalization: Literal[*METHODS] = "polar_express"
     """Iteration that orthogonalizes the matrices."""
+    row_floor: NonNegativeFloat = 0.0
+    """Least norm of an update of one output's weights, before the learning rate, relative to the
+    norm of the weights; 0: none. The records of modded-nanogpt use 0.3825, without decay."""
+    radial_damping: UnitFloat = 0.0
+    """Damp the component of an update that increases a matrix's norm; 0.5 in the records of
+    modded-nanogpt. With row_floor, radial_damping or radial_pin, decay follows the step, and the
+    weights decay that the step shrinks."""
+    radial_pin: UnitFloat = 0.0
+    """Pin a matrix's norm to its first-order change in a step; 1 in the records of
+    modded-nanogpt."""
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:
         result = super().schedules(total_steps)
@@ -266,6 +344,9 @@ class NorMuonConfig(MatrixOptimizerConfig):
         return result | {"matrix_weight_decay": weight_decay, "momentum": momentum}
 
     def _build(self, schedules, groups, mesh):
+        if self.row_floor or self.radial_damping or self.radial_pin:
+            matrix = self._controlled(schedules, functools.partial(group_of, tuple(groups)), mesh)
+            return matrices_and_adamw(groups, matrix, **self._adamw_options(schedules))
         return normuon_and_adamw(
             groups,
             matrix_learning_rate=schedules["matrix_learning_rate"],
@@ -274,6 +355,33 @@ class NorMuonConfig(MatrixOptimizerConfig):
             neuron_b2=self.neuron_b2,
             method=distributed(METHODS[self.orthogonalization], mesh),
             **self._adamw_options(schedules),
+        )
+
+    def _controlled(
+        self, schedules: Mapping[str, optax.Schedule], of: Callable[[str], Group], mesh: Any
+    ) -> optax.GradientTransformation:
+        """Return NorMuon with control of the norms of rows and matrices."""
+        rate, decay = schedules["matrix_learning_rate"], schedules["matrix_weight_decay"]
+        method = distributed(METHODS[self.orthogonalization], mesh)
+
+        def layout(path):
+            return of(path).matrices
+
+        step = [optax.scale_by_learning_rate(rate)]
+        step = [row_floor(self.row_floor, layout=layout), *step] if self.row_floor else step
+        return optax.chain(
+            scale_by_nesterov(schedules["momentum"]),
+            orthogonalize(method, layout=layout),
+            scale_by_neuron_norm(self.neuron_b2, layout=layout),
+            scale_by_matrix_shape(layout=layout, factor=lambda path: of(path).learning_rate),
+            radial_pin(
+                optax.chain(*step),
+                damping=self.radial_damping,
+                pin=self.radial_pin,
+                decay=lambda count: rate(count) * decay(count),
+                decay_factor=lambda path: of(path).learning_rate * of(path).weight_decay,
+                layout=layout,
+            ),
         )
 
 

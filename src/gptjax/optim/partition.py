@@ -89,6 +89,17 @@ class Matrices:
         x = jnp.moveaxis(x, -3, -2).reshape(tuple(shape[axis] for axis in order))
         return jnp.transpose(x, tuple(order.index(axis) for axis in range(len(shape))))
 
+    def row_sums(self, x: jax.Array, path: str = "") -> jax.Array:
+        """Return the sum of each row, the weights of one output: a parameter with axes of one
+        input."""
+        return x.sum(self._axes(x.shape, path)[1], keepdims=True)
+
+    def matrix_sums(self, rows: jax.Array) -> jax.Array:
+        """Return the sum of each matrix, at each of its rows, from `row_sums`."""
+        x = self.unpacked(rows)
+        sums = jnp.broadcast_to(x.sum((-2, -1), keepdims=True), x.shape)
+        return self.together(sums, rows.shape)
+
     def _axes(self, shape: tuple[int, ...], path: str = "") -> tuple[tuple[int, ...], ...]:
         """Return a parameter's remaining axes, its axes of inputs, and its axes of outputs."""
         n, name = len(shape), path or "a parameter"

@@ -13,12 +13,15 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array] | None] = {
     "linear": lambda p: 1 - p,
     "constant": None,
     "wsd": lambda p: 1 - jnp.sqrt(p),
+    "powercool": lambda p: (1 - p) ** 1.2,
 }
 """Name of a schedule → its fall from 1 to 0 as a function of the cooldown's progress p in [0, 1].
 None: no cooldown."""
 SCHEDULES = (*SHAPES,)
 
-WSD_DECAY_FRACTION = 0.2
+COOLDOWN_FRACTIONS = {"wsd": 0.2, "powercool": 0.82}
+"""Part of the steps that a schedule's cooldown takes by default. Other schedules: all steps after
+the warm-up."""
 
 
 class Scheduled(optax.GradientTransformation):
@@ -52,7 +55,7 @@ def schedule(
     warmup_steps: int,
     total_steps: int,
     final_fraction: float = 0.0,
-    cooldown_steps: int | None = None,
+    cooldown_steps: int | float | None = None,
     final_steps: int = 0,
 ) -> optax.Schedule:
     """Return the schedule with this name.
@@ -64,10 +67,12 @@ def schedule(
         linear    peak·(1 − (1−f)·p)
         constant  peak
         wsd       peak·(f + (1−f)·(1 − √p)) (warmup, stable, decay: Hägele et al., 2024)
+        powercool peak·(f + (1−f)·(1 − p)^1.2) (modded-nanogpt's optimizer track, 2026, written
+                  there as min(peak, k·(total_steps − step)^1.2))
 
     Args:
         cooldown_steps: steps of the cooldown. None: all steps after the warm-up; for wsd, the last
-            20 %.
+            20 %; for powercool, the last 82 %.
         final_steps: steps with the final learning rate, between the cooldown and `total_steps`.
             The final learning rate of constant is the peak.
 
@@ -80,8 +85,8 @@ def schedule(
 
     end = total_steps - final_steps
     cooldown = cooldown_steps
-    if cooldown is None and name == "wsd":
-        cooldown = WSD_DECAY_FRACTION * end
+    if cooldown is None and name in COOLDOWN_FRACTIONS:
+        cooldown = COOLDOWN_FRACTIONS[name] * end
     begin = warmup_steps if cooldown is None else end - cooldown
     # Without a cooldown of its own length, a warm-up may be longer than a short trial.
     if begin < warmup_steps or (final_steps and begin > end):

@@ -2,7 +2,6 @@
 
 import jax
 from flax import nnx
-from jaxtyping import PyTree
 
 from gptjax import data
 from gptjax.config import Config
@@ -35,13 +34,14 @@ class Evaluations:
         names = config.eval_tasks.split(",") if config.eval_every else []
         self._items = {task: tasks.read(task, config.data_dir) for task in names}
 
-    def results(self, params: PyTree, model: ModelConfig) -> dict[str, float]:
+    def results(self, state: TrainState, model: ModelConfig) -> dict[str, float]:
         """Return the metrics of each task: {"hellaswag_acc": 0.29, "core": 0.1, …}.
 
         Raises:
             EvaluationError: an item that the model cannot score.
         """
         tokens = min(MOST_TOKENS, self._config.micro_batch * self._config.sequence_length)
+        params = state.evaluation_params()
         scorer, results = Scorer(model, params, self._parallel, tokens), {}
         for task, items in self._items.items():
             for name, values in tasks.score(task, items, scorer, self._tokenizer).items():
@@ -54,7 +54,7 @@ class Evaluations:
     def sample(self, model: ModelConfig, state: TrainState, step: int) -> str | None:
         """Sample a text after the end-of-text token; return None except in process 0."""
         assert self._tokenizer is not None
-        params, rng = self._parallel.whole((state.params, state.rng))
+        params, rng = self._parallel.whole((state.evaluation_params(), state.rng))
         if jax.process_index():
             return None
         key = jax.random.fold_in(jax.random.wrap_key_data(rng), step)

@@ -29,7 +29,7 @@ from gptjax.models.base import (
     sum_of_losses,
 )
 from gptjax.models.record import with_metrics
-from gptjax.optim import Scheduled, low_precision
+from gptjax.optim import Scheduled, evaluation_params, low_precision
 from gptjax.optim.adamw import global_norm
 from gptjax.optim.metrics import metrics_of
 from gptjax.parallel import AXIS, Parallel
@@ -54,6 +54,10 @@ class TrainState:
     """Key data of the run's random key, uint32 of shape (2,). Sampling folds in the step."""
     loss_window: OutlierWindow
     grad_norm_window: OutlierWindow
+
+    def evaluation_params(self) -> PyTree:
+        """Return the parameters to evaluate and to sample from."""
+        return evaluation_params(self.params, self.opt_state)
 
 
 def init_state(

@@ -21,11 +21,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 from flax import traverse_util
+from jax.sharding import NamedSharding
 from jaxtyping import PyTree
 
 from gptjax.optim import low_precision
+from gptjax.optim.transforms import EmaNesterovState, TailEmaState, evaluation_params
+from gptjax.parallel import replicated
 from gptjax.terminal import first_line
 from gptjax.weights.errors import CheckpointError, DamagedError
 
@@ -115,10 +119,11 @@ def file_digests(folder: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def read_params(folder: Path, like: Mapping) -> dict:
-    """Return the parameters of a checkpoint after verifying its files.
+    """Return the parameters that an evaluation uses, after verifying the files of a checkpoint.
 
     Arrays are found by name: the order of the names has no meaning. A parameter that is stored as
-    two halves is joined. No other array of the checkpoint is read.
+    two halves is joined, then corrected as by `gptjax.optim.evaluation_params`. No other array of
+    the checkpoint is read.
 
     Args:
         folder: folder of the step.
@@ -140,7 +145,33 @@ def read_params(folder: Path, like: Mapping) -> dict:
     params = {key: by_path[dotted((PARAMS, *key))] for key in keys}
     low = {key: by_path[dotted((*LOW, *key))] for key in halves}
     params |= {key: low_precision.join(params[key], low[key]) for key in halves}
-    return traverse_util.unflatten_dict(params)
+    return evaluation_params(traverse_util.unflatten_dict(params), _averages(folder, meta, keys))
+
+
+def _averages(folder: Path, meta: dict[str, Any], like: Mapping[tuple, Any]) -> list[Any]:
+    """Return the parts of a checkpoint's optimizer state that `evaluation_params` reads."""
+    parts, arrays = [], meta["arrays"]
+    for kind in (EmaNesterovState, TailEmaState):
+        _, factor, average, *_ = kind._fields
+        for path in [path for path in arrays if path.endswith(f".{factor}")]:
+            at = path.split(".")[:-1]
+            keys = {key: (*at, average, *key) for key in like}
+            wanted = {own: _as(jnp.float32, like[key]) for key, own in keys.items()}
+            wanted = {own: x for own, x in wanted.items() if dotted(own) in arrays}
+            wanted[*at, factor] = jax.ShapeDtypeStruct((), jnp.float32, sharding=_scalar(like))
+            saved = {dotted(own): arrays[dotted(own)] for own in wanted}
+            tree = traverse_util.unflatten_dict(wanted)
+            found = leaves_by_path(restore(folder, saved, tree, needs="its config"))
+            averages = {k: found.get(dotted(own), optax.MaskedNode()) for k, own in keys.items()}
+            averages = traverse_util.unflatten_dict(averages)
+            parts.append(kind((), float(found[path]), averages))
+    return parts
+
+
+def _scalar(like: Mapping[tuple, Any]) -> Any:
+    """Return the sharding of a number for arrays with the shardings of `like`."""
+    sharding = next(iter(like.values())).sharding
+    return replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
 
 
 def _is_split(key: tuple, meta: dict[str, Any]) -> bool:
