@@ -2,13 +2,18 @@
 float64; exact resume; several devices; other libraries' modules."""
 
 import dataclasses
+import doctest
+import os
 import shutil
+from pathlib import Path
 
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from process_tools import python
 from saved_run_tools import restored
 from train_tools import run, same_as
 
@@ -22,6 +27,7 @@ from gptjax.optim import (
     radial_pin,
     row_floor,
     tail_ema,
+    transforms,
 )
 from gptjax.precision import Precision
 from gptjax.training.step import init_state
@@ -200,3 +206,76 @@ def test_a_run_resumes_exactly_and_its_averages_are_loaded(config, storage):
         np.testing.assert_array_equal(x.astype(y.dtype), y)
     kernel = [x["blocks"][0]["mlp"]["c_fc"]["kernel"] for x in (wanted, state.params)]
     assert not np.array_equal(*kernel)
+
+
+SCRIPT = """
+import jax, numpy as np, optax
+from test_transforms import PIECES, evaluation_params, optimizer
+from gptjax import Parallel, parallel
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+parallel.SMALLEST_SHARDED = 1
+rng, shapes = np.random.default_rng(0), {"plain": (12, 8), "packed": (4, 24), "heads": (8, 2, 4)}
+noise = {name: rng.standard_normal((51, *shape), np.float32) for name, shape in shapes.items()}
+tx, ends = optimizer(PIECES), []
+for devices in (1, 2, 4):
+    p = Parallel.of(jax.devices()[:devices], "fsdp")
+    sharded = lambda tree: jax.device_put(tree, p.shardings(tree))
+    params = sharded({name: x[-1] for name, x in noise.items()})
+    state = sharded(tx.init(params))
+    update = jax.jit(tx.update, out_shardings=(p.shardings(params), p.shardings(state)))
+    for step in range(50):
+        grads = sharded({name: x[step] for name, x in noise.items()})
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    found = evaluation_params(params, state)
+    for name, x in params.items():
+        assert x.sharding.is_fully_replicated == (devices == 1)
+        for y in (found[name], state.displacement[name]):
+            assert y.sharding.is_equivalent_to(x.sharding, x.ndim)
+    ends.append(jax.device_get((found, params)))
+for end in ends[1:]:
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), end, ends[0])
+print("equal")
+"""
+
+
+def test_one_two_and_four_devices_are_equal():
+    folder = str(Path(__file__).parent)
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    flags = "--xla_force_host_platform_device_count=4 --xla_backend_optimization_level=0"
+    assert python("-c", SCRIPT, PYTHONPATH=path, XLA_FLAGS=flags) == "equal\n"
+
+
+def test_modules_of_linen_and_equinox():
+    """Equinox's weight is linen's kernel, transposed: so are the results."""
+    equinox = pytest.importorskip("equinox")
+    dense = flax.linen.Dense(5).init(jax.random.key(0), jnp.ones((1, 3)))["params"]
+    linear = equinox.nn.Linear(3, 5, key=jax.random.key(0))
+    linear = equinox.tree_at(lambda x: x.weight, linear, dense["kernel"].T)
+    linear = equinox.tree_at(lambda x: x.bias, linear, dense["bias"])
+    results = []
+    for params, matrices in (
+        (dense, Matrices()),
+        (equinox.filter(linear, equinox.is_inexact_array), LAYOUTS["equinox"][1]),
+    ):
+        how = {"layout": lambda path, matrices=matrices: matrices}
+        rate = optax.scale_by_learning_rate(0.1)
+        matrix = radial_pin(optax.chain(row_floor(2.0, **how), rate), **how)
+        parts = {2: optax.chain(matrix, tail_ema(0.5)), 1: rate}
+        tx = optax.partition(parts, lambda params: jax.tree.map(jnp.ndim, params))
+        tx = ema_nesterov(tx, 0.3)
+        state = tx.init(params)
+        for _ in range(3):
+            grads = jax.tree.map(lambda p: p + 0.1, params)
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        results.append(evaluation_params(params, state))
+    dense, linear = results
+    np.testing.assert_allclose(linear.weight, dense["kernel"].T, rtol=1e-5)
+    np.testing.assert_array_equal(linear.bias, dense["bias"])
+
+
+def test_the_examples_of_the_docstrings_run():
+    names = {"optax": optax, "jnp": jnp, "schedule": gptjax.optim.schedule}
+    assert doctest.testmod(transforms, extraglobs=names) == (0, 20)
