@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 
+import draw
 import learning
 import pytest
 
@@ -126,6 +127,17 @@ def test_a_run_that_the_limit_stops_is_not_recorded(call, tmp_path, monkeypatch,
     )
     monkeypatch.setattr(learning, "report", lambda *_: None)
     assert call("--limit-s", "50") == (1, {})
+
+
+def test_the_losses_of_groups_of_three_seeds_are_drawn(tmp_path):
+    record = {"group": "a", "finite": True, "steps": 9, "training_seconds": 2.0, "device": "H100"}
+    records = [record | {"seed": s, "val": [[0, 9.0], [9, 3.0 + s]]} for s in range(3)]
+    records += [record | {"group": "one", "seed": 0, "val": [[0, 9.0], [5, 3.0]]}]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    assert draw.main([str(tmp_path / "runs.jsonl"), str(tmp_path)]) == 0
+    assert (tmp_path / "runs.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match="no group of runs has finite losses of three seeds"):
+        draw.draw_runs(records[1:], tmp_path / "runs.png")
 
 
 def test_a_plan_is_checked(tmp_path):

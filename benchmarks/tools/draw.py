@@ -1,15 +1,21 @@
-"""Draw results of `python -m gptjax.bench` kernels, ladder and profile, one picture for each file.
+"""Draw results of `python -m gptjax.bench` kernels, ladder and profile, or runs of learning.py, one
+picture for each file.
 
     python benchmarks/tools/draw.py benchmarks/results/kernels docs/images/kernels
+    python benchmarks/tools/draw.py benchmarks/results/learning/RUNS.jsonl docs/images
 
 Of kernels a bar is the speed of an implementation, as a share of the GPU's ceiling; cases without a
-target are left out. Of ladder it is the tokens/s of a rung, of profile the time of a part.
+target are left out. Of ladder it is the tokens/s of a rung, of profile the time of a part. Of runs
+the picture has the validation loss over steps and over seconds of training.
 """
 
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+import learning
+import numpy as np
 
 from gptjax.bench import results
 from gptjax.bench.hlo import ORDER, PASSES
@@ -37,15 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     how = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
-    parser.add_argument("results", type=Path, help="folder of JSON files, or one file")
-    parser.add_argument("pictures", type=Path, help="folder: NAME.png for each file NAME.json")
+    parser.add_argument("results", type=Path, help="folder of JSON files, or one .json or .jsonl")
+    parser.add_argument("pictures", type=Path, help="folder: NAME.png for each file NAME")
     options = parser.parse_args(argv)
     is_folder = options.results.is_dir()
     for file in sorted(options.results.glob("*.json")) if is_folder else [options.results]:
-        result, out = results.read(file), options.pictures / f"{file.stem}.png"
-        first = result["rows"][0]
-        draw = draw_profile if "parts" in first else draw_ladder
-        (draw if "model" in first else draw_kernels)(result, out)
+        out = options.pictures / f"{file.stem}.png"
+        if file.suffix == ".jsonl":
+            draw_runs(learning.read_records(file), out)
+        else:
+            result = results.read(file)
+            first = result["rows"][0]
+            draw = draw_profile if "parts" in first else draw_ladder
+            (draw if "model" in first else draw_kernels)(result, out)
         print(f"wrote {out}")
     return 0
 
@@ -93,6 +103,40 @@ def draw_profile(result: dict, path: Path) -> None:
     bars.append((f"idle: {idle / span:.1%}", f"idle  {idle:.2f}", idle, LIGHT_GREY))
     step = f"{row['model']} {row['precision']}, {row['untraced_ms']:.2f} ms a step"
     _draw(path, bars, f"{row['device']}: {step}", "ms a step, in the trace")
+
+
+def draw_runs(records: list[dict], path: Path) -> None:
+    """Draw the mean validation loss of each group of at least three seeds, with the range of the
+    seeds, over steps and over the mean seconds of training.
+
+    Raises:
+        ValueError: no group has finite losses of three seeds.
+    """
+    curves = {}
+    for name, group in learning.by_group(records).items():
+        runs = list(group.values())
+        if len(runs) >= 3 and all(run["finite"] for run in runs):
+            steps = np.array([step for step, _ in runs[0]["val"]])
+            losses = np.array([[loss for _, loss in run["val"]] for run in runs])
+            seconds = np.mean([run["training_seconds"] / run["steps"] for run in runs])
+            curves[name] = (steps, steps * seconds), losses
+    if not curves:
+        raise ValueError("no group of runs has finite losses of three seeds")
+    low, high = min(losses.min() for _, losses in curves.values()), -np.inf
+    with picture(path, (10, 4.2), 1, 2, sharey=True) as both:
+        for name, (xs, losses) in sorted(curves.items(), key=lambda c: -c[1][1][:, -1].mean()):
+            mean, least, greatest = losses.mean(0), losses.min(0), losses.max(0)
+            # The first fifth, where losses fall steeply, would hide the differences.
+            high = max(high, mean[xs[0] >= xs[0][-1] / 5][0])
+            final = f"{mean[-1]:.4f} ± {losses[:, -1].std(ddof=1):.4f} ({len(losses)} seeds)"
+            for axes, x in zip(both, xs, strict=True):
+                (line,) = axes.plot(x, mean, label=f"{name.replace('_', ' ')}: {final}")
+                axes.fill_between(x, least, greatest, color=line.get_color(), alpha=0.3)
+        devices = ", ".join(sorted({record["device"] for record in records}))
+        for axes, label in zip(both, ("steps", f"seconds of training, one {devices}"), strict=True):
+            axes.set(xlim=(0, None), xlabel=label)
+        both[0].set(ylim=(low - 0.03 * (high - low), high), ylabel="validation loss")
+        both[0].legend()
 
 
 def _draw(path: Path, bars: Iterable[Bar], title: str, label: str) -> None:
