@@ -337,5 +337,8 @@ def why_not_16_bit(dtype: jax.typing.DTypeLike, others: str = "") -> str | None:
 
 # The lambda looks up `why_not_triton` at each call, since tests replace `why_not_triton`.
 TRITON = BackEnd("triton", lambda facts: why_not_triton(), custom=True)
+"""Kernels in Triton: an NVIDIA GPU of Ampere or later, and jax-triton."""
 XLA = BackEnd("xla")
+"""Plain JAX, on any device."""
 REFERENCE = BackEnd("reference")
+"""The definition in fp32, on any device."""

@@ -27,6 +27,7 @@ def test_every_public_name_has_a_page(monkeypatch):
     for module, name in names:
         text = pages[f"{module}/{name}.md"]
         assert f"}} {module}.{name}" in text or f"`{module}.{name}` is [" in text, text
+        assert "{py:module}" not in text, name  # gptjax.optim.normuon is a module and a function
     meaning = "{py:function} pallas_kernels.layer_norm(x: Float[Array, '*N C'], "
     assert meaning in pages["pallas_kernels/layer_norm.md"]
     assert "`scale, bias`\n: both fp32" in pages["pallas_kernels/layer_norm.md"]

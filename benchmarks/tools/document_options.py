@@ -68,7 +68,7 @@ def table(prefix: str, kind: type, others: tuple[type, ...]) -> list[str]:
     """Return the rows of the options of a class, except those of `others`."""
     known = {(f.name, f.default) for other in others for f in dataclasses.fields(other)}
     hints, texts, allowed = typing.get_type_hints(kind), docstrings(kind), ranges(kind)
-    rows = ["| option | type | default | meaning |", "| --- | --- | --- | --- |"]
+    rows = ["| option | meaning | default | type |", "| --- | --- | --- | --- |"]
     for field in dataclasses.fields(kind):
         if (field.name, field.default) in known or field.name in SUBCLASSES.get(kind, ()):
             continue
@@ -79,7 +79,7 @@ def table(prefix: str, kind: type, others: tuple[type, ...]) -> list[str]:
                 " and at most [0-9]+$| and finite in fp32| in fp32$", "", allowed[field.name].text
             )
             meaning += f" Range: {limits}."
-        cells = (f"`{flag}`", type_name(hints[field.name]), default(field), meaning)
+        cells = (f"`{flag}`", meaning, default(field), type_name(hints[field.name]))
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return rows
 

@@ -21,7 +21,7 @@ def pages(root: Path, sources: str) -> dict[str, str]:
     """Return the text of every page by its path: an index, a page of each module and each name.
 
     Args:
-        sources: address of the repository's files.
+        sources: address of the repository's files, or empty.
     """
     logging.getLogger("griffe").setLevel(logging.ERROR)  # "scale, bias" is no parameter's name
     folders = [root / folder for folder in PACKAGES.values()]
@@ -32,10 +32,13 @@ def pages(root: Path, sources: str) -> dict[str, str]:
     for path, module in modules.items():
         names = sorted(importlib.import_module(path).__all__, key=str.lower)
         items = {name: definition_of(module[name]) for name in names}
+        # A module hides the name that its package imports from it: gptjax.optim.normuon.
+        items |= {name: item[name] for name, item in items.items() if item.is_module}
         out[f"{path}/index.md"] = table_page(f"# {path}\n\n{body(module)}", items, "{}.md")
         for name, item in items.items():
             original = first.setdefault(item.path, f"{path}.{name}")
-            where = f"{sources}/{item.filepath.relative_to(root)}#L{item.lineno}"
+            file = item.filepath.relative_to(root).as_posix()
+            where = f"[Source]({sources}/{file}#L{item.lineno})" if sources else f"Source: `{file}`"
             out[f"{path}/{name}.md"] = page(f"{path}.{name}", item, original, where)
     return out
 
@@ -62,7 +65,7 @@ def table_page(head: str, items: dict[str, griffe.Object], link: str) -> str:
 def summary(item: griffe.Object) -> str:
     """Return the first sentence of a docstring as a table cell."""
     text = item.docstring.value.split("\n\n")[0] if item.docstring else ""
-    return re.split(r"(?<=[.:]) ", " ".join(text.split()))[0].replace("|", "\\|")
+    return re.split(r"(?<=[.:]) ", " ".join(text.split()))[0].rstrip(":").replace("|", "\\|")
 
 
 def page(path: str, item: griffe.Object, original: str, where: str) -> str:
@@ -74,7 +77,7 @@ def page(path: str, item: griffe.Object, original: str, where: str) -> str:
     parts = [f"# {name}", directive(path, item, ":::::")]
     if path.startswith("pallas_kernels.") and item.is_function and item.module.docstring:
         parts += [f"## Module {item.module.path}", body(item.module)]
-    return "\n\n".join([*parts, f"[Source]({where})\n"])
+    return "\n\n".join([*parts, f"{where}\n"])
 
 
 def directive(path: str, item: griffe.Object, fence: str, is_member: bool = False) -> str:
@@ -105,14 +108,19 @@ def body(item: griffe.Object) -> str:
     if not item.docstring:
         return ""
     parts = []
-    for section in item.docstring.parse("google", warn_unknown_params=False):
+    # The lines of a section are one result, not one each.
+    whole = {"returns_multiple_items": False, "returns_named_value": False}
+    for section in item.docstring.parse("google", warn_unknown_params=False, **whole):
         kind = section.kind.value
         if kind == "text":
             parts.append(section.value)
+        elif kind == "admonition" and section.title == "Example":
+            parts += ["**Example**", f"```python\n{section.value.contents}\n```"]
         elif kind == "admonition":
             rows = re.sub(r"^(?=\S)", "- ", section.value.contents, flags=re.MULTILINE)
             parts.append(f"**{section.title}**\n\n{rows}")
         elif kind == "examples":
+            parts.append("**Examples**")
             parts += [t if k.value == "text" else f"```python\n{t}\n```" for k, t in section.value]
         else:
             parts.append(f"**{HEADINGS.get(kind, kind.capitalize())}**")

@@ -17,13 +17,15 @@ from sphinx.cmd.build import main as sphinx
 ROOT = Path(__file__).parents[2]
 DOCS, OUT = ROOT / "docs", ROOT / "build/site"
 sys.path.insert(0, str(ROOT / "benchmarks/tools"))
-LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\[([^\[\]]*)\]\(([^)\s#:]+)(#[^)\s]*)?\)")
+NAME = re.compile(r"(?<![\[`])`([\w.]+)`(?![`\]])")
+UNIT = re.compile(r"(?<=\d) (?=[%×](?: |$))", re.MULTILINE)
 
 
 def sources() -> str:
-    """Return the address of the repository's files: on GitHub, or of this checkout."""
+    """Return the address of the repository's files on GitHub; empty outside GitHub Actions."""
     if "GITHUB_REPOSITORY" not in os.environ:
-        return ROOT.as_uri()
+        return ""
     return "{GITHUB_SERVER_URL}/{GITHUB_REPOSITORY}/blob/{GITHUB_SHA}".format_map(os.environ)
 
 
@@ -38,22 +40,54 @@ def page_of() -> dict[Path, Path]:
 
 
 def with_links(path: Path, pages: dict[Path, Path]) -> str:
-    """Return a page whose links to files outside the site point to the code host."""
+    """Return a page whose links fit the site.
+
+    A link to a file outside the site points to the code host; without one, the path is the text. A
+    link whose text is the name of a page has the page's title.
+    """
     here = pages[path].parent
 
     def link(match: re.Match) -> str:
+        text, _, anchor = match.groups(default="")
         target = (path.parent / match[2]).resolve()
         if not target.exists():
             raise SystemExit(f"{path}: the link to {match[2]} has no target")
         if target in pages:
             new = pages[target].relative_to(here, walk_up=True).as_posix()
+            text = "" if text.endswith(".md") else text
         elif target.is_relative_to(DOCS / "images"):
             new = target.relative_to(DOCS / here, walk_up=True).as_posix()
         else:
-            new = f"{sources()}/{target.relative_to(ROOT).as_posix()}"
-        return f"{match[1]}{new}{match[3] or ''})"
+            file = target.relative_to(ROOT).as_posix()
+            if not sources():
+                return f"`{file}`" if file.endswith(text.strip("`")) else f"{text}: `{file}`"
+            new = f"{sources()}/{file}"
+        return f"[{text}]({new}{anchor})"
 
-    return LINK.sub(link, path.read_text(encoding="utf-8"))
+    return UNIT.sub("\N{NO-BREAK SPACE}", LINK.sub(link, path.read_text(encoding="utf-8")))
+
+
+def with_names(page: str, text: str, names: dict[str, str]) -> str:
+    """Return a page in which public names are links to their pages.
+
+    Args:
+        names: the page of each full name. In pages of the API and of kernels, names of the module
+            are links, too.
+    """
+    folder = Path(page).parent
+    module = {"api": folder.name, "kernels": "pallas_kernels"}.get(page.partition("/")[0], "")
+
+    def link(match: re.Match) -> str:
+        target = names.get(match[1]) or names.get(f"{module}.{match[1]}") or page
+        new = Path(target).relative_to(folder, walk_up=True).as_posix()
+        return match[0] if target == page else f"[{match[0]}]({new})"
+
+    # Code, headings and the terms of definition lists are kept.
+    kept = r"(^ *(`{3,}).*?^ *\2`*$|^    .*?$|^#.*?$|^ *`[^`]*`$)"
+    parts = re.split(kept, text, flags=re.MULTILINE | re.DOTALL)
+    return "".join(
+        part if i % 3 == 1 else NAME.sub(link, part) for i, part in enumerate(parts) if i % 3 != 2
+    )
 
 
 def navigation(pages: dict[str, str]) -> None:
@@ -84,7 +118,8 @@ def navigation(pages: dict[str, str]) -> None:
             caption = "Notebooks" if page.startswith("notebooks/") else "Reference"
             trees.setdefault(caption, []).append(Path(page).relative_to(folder).as_posix())
         for caption, links in trees.items():
-            tree = ["```{toctree}", ":hidden:", f":caption: {caption}", "", *links, "```"]
+            look = ":maxdepth: 1" if caption == "Reference" else ":hidden:"
+            tree = ["```{toctree}", look, f":caption: {caption}", "", *links, "```"]
             pages[index] += "\n".join(["", *tree, ""])
 
 
@@ -100,6 +135,8 @@ def main(options: list[str]) -> int:
     written = api.pages(ROOT, sources())
     pages |= {f"api/{name}": text for name, text in written.items()}
     navigation(pages)
+    names = {page[4:-3].replace("/", "."): page for page in pages if page.startswith("api/")}
+    pages = {page: with_names(page, text, names) for page, text in pages.items()}
     for name, text in pages.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text(text, encoding="utf-8")

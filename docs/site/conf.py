@@ -14,7 +14,6 @@ html_show_sourcelink = False
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
-myst_url_schemes = ["http", "https", "file"]
 highlight_language = "text"
 python_maximum_signature_line_length = 70
 toc_object_entries = False

@@ -22,7 +22,9 @@ from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float
 
 E4M3 = jnp.float8_e4m3fn
+"""FP8 with 3 bits of mantissa, for activations and weights: magnitudes up to 448."""
 E5M2 = jnp.float8_e5m2
+"""FP8 with 2 bits of mantissa, for gradients: magnitudes up to 57,344."""
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "has no derivative: call it in the functions of a jax.custom_vjp"
 SAMPLED, GROUP = 16, 256

@@ -7,6 +7,7 @@ from gptjax.models import gpt2, llama3, speedrun
 from gptjax.models.base import ModelConfig
 
 PRESETS: dict[str, ModelConfig] = {**gpt2.PRESETS, **llama3.PRESETS, **speedrun.PRESETS}
+"""Configs of published models by name: `PRESETS["gpt2-medium"]`."""
 
 
 def config_class(name: str) -> type[ModelConfig]:

@@ -430,6 +430,7 @@ ALGORITHMS: dict[str, type[OptimizerConfig]] = {
     "normuon": NorMuonConfig,
     "muon": MuonConfig,
 }
+"""The class of `--optimizer NAME` by name."""
 
 
 def switch_algorithm(config: OptimizerConfig, name: str) -> OptimizerConfig:

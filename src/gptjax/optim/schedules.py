@@ -18,6 +18,7 @@ SHAPES: dict[str, Callable[[jax.Array], jax.Array] | None] = {
 """Name of a schedule → its fall from 1 to 0 as a function of the cooldown's progress p in [0, 1].
 None: no cooldown."""
 SCHEDULES = (*SHAPES,)
+"""The names that `schedule` accepts."""
 
 COOLDOWN_FRACTIONS = {"wsd": 0.2, "powercool": 0.82}
 """Part of the steps that a schedule's cooldown takes by default. Other schedules: all steps after
