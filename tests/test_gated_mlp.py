@@ -10,7 +10,7 @@ import pytest
 from kernel_tools import lower_for_h200, unchecked
 from rule_tools import check
 
-from pallas_kernels import select, swiglu
+from pallas_kernels import swiglu
 from pallas_kernels.gated_mlp import hidden, hidden_gradient, reference
 from pallas_kernels.gemm import Operand, Plain
 from pallas_kernels.linear import linear
@@ -56,9 +56,9 @@ def small_tiles(mosaic_on_cpu, monkeypatch):
     from pallas_kernels.gated_mlp import mosaic
 
     for name, columns in (("FORWARD", 128), ("BACKWARD", 64)):
-        tiles = getattr(mosaic, name)
-        small = dataclasses.replace(tiles, rows=128, columns=columns, stages=2, group=2)
-        monkeypatch.setattr(mosaic, name, small)
+        small = {"rows": 128, "columns": columns, "stages": 2, "group": 2}
+        tiles = {n: dataclasses.replace(t, **small) for n, t in getattr(mosaic, name).items()}
+        monkeypatch.setattr(mosaic, name, tiles)
     monkeypatch.setattr("pallas_kernels.gemm.mosaic.MOST_WASTED", 0.5)
 
 

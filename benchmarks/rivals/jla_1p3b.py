@@ -25,6 +25,7 @@ config = Config(
     optimizer=OptimizerConfig(learning_rate=6e-4),
     dataset="auto",
     batch_tokens=65_536,
+    sequence_length=4096,
     micro_batch=4,
     max_steps=1_000,
 )

@@ -21,7 +21,8 @@ matmuls; [w_gate | w_up] have one scale.
 
 Back ends. XLA computes the matmuls that no back end names:
     mosaic: the matmul for g and u computes h, and the matmul for dh computes dg, du and h. 16-bit
-        and FP8 matmuls on Hopper, for sizes that its tiles divide.
+        and FP8 matmuls on Hopper, for sizes that its tiles divide: on sharded arrays, rows of each
+        device.
     triton: one kernel for h, and one for dg, du and h. NVIDIA GPUs from Ampere on.
     xla: plain JAX; any device.
     reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
@@ -79,6 +80,12 @@ def _why_not_mosaic(call: Facts) -> str | None:
     return mosaic.why_not(call.rows, call.inputs, call.hidden, call.outputs, itemsize)
 
 
+def _tiles_divide_shards(call: Facts, devices: int) -> bool:
+    """Whether the tiles divide the rows of a shard, however many of the devices shard the rows."""
+    shard = dataclasses.replace(call, rows=call.rows // devices)
+    return call.rows % devices == 0 and _why_not_mosaic(shard) is None
+
+
 def _why_not_triton(call: Facts) -> str | None:
     return _dispatch.why_not_triton() or _why_not_kernels(call)
 
@@ -92,8 +99,7 @@ def _why_not_kernels(call: Facts) -> str | None:
 _dispatch.register(
     "swiglu",
     back_ends=[
-        # Its tiles must divide the rows of a shard, whose number is not known here.
-        BackEnd("mosaic", _why_not_mosaic, custom=True),
+        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_tiles_divide_shards),
         BackEnd("triton", _why_not_triton, custom=True, rule=True),
         BackEnd("xla", NumericsFacts.why_not),
         BackEnd("reference", NumericsFacts.why_not_reference),
@@ -205,7 +211,9 @@ def _gated(x: Operand, w: Operand, dtype, numerics: Numerics, save: bool):
     stored = numerics.hidden_format("silu", dtype)
     kernel = functools.partial(mosaic.gated, dtype=dtype, stored=stored, save=save)
     w_2F = w.k_major if stored.k_major else joined(w.rows, dtype)
-    h_NF, gu_N2F = _calls.looped("swiglu", kernel)(x.rows, w_2F, numerics.factors(x, w))
+    factors, w_axes = numerics.factors(x, w), "f2 i" if stored.k_major else "i f2"
+    rule = Rule(f"n* i, {w_axes}{', ' * len(factors)} -> n* f, n* f2", over="n*")
+    h_NF, gu_N2F = _calls.looped("swiglu", kernel, rule=rule)(x.rows, w_2F, factors)
     return Operand(h_NF, factor=stored.scale), gu_N2F
 
 
@@ -217,8 +225,10 @@ def _gated_gradient(dy: Operand, w_down: Operand, gu_N2F, numerics: Numerics):
     kernel = functools.partial(mosaic.gated_gradient, stored=stored)
     w_FC = w_down.rows if stored.k_major else w_down.rows.astype(dy.rows.dtype)
     scale = None if dy.scale is None else dy.scale.value
-    launch = _calls.looped("swiglu", kernel)
-    *dgu, h_NF, h_FN = launch(dy.rows, w_FC, gu_N2F, numerics.factors(dy, w_down), scale)
+    factors = numerics.factors(dy, w_down)
+    axes = f"n* c, f c, n* f2, {', ' * len(factors)} -> n* f2, f2 n*, n* f, f n*"
+    launch = _calls.looped("swiglu", kernel, rule=Rule(axes, over="n*"))
+    *dgu, h_NF, h_FN = launch(dy.rows, w_FC, gu_N2F, factors, scale)
     return Operand(*dgu, dy.scale), Operand(h_NF, h_FN, factor=stored.scale)
 
 
