@@ -63,6 +63,33 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
     assert found == ours
 
 
+@pytest.mark.parametrize(
+    "kernel, option, how",
+    [
+        ("forward", "value_dim", ["--value-dim", "32"]),
+        ("dkv", "slopes", ["--bias", "slopes"]),
+        ("dq", "bias", ["--bias", "scores"]),
+    ],
+)
+def test_tiles_of_an_option(kernel, option, how, tune, tmp_path, monkeypatch, triton_on_cpu):
+    """They are written beside the entry's own tiles, and read for calls with the option only."""
+    monkeypatch.setattr(tune, "seconds", lambda case, names: dict.fromkeys(names, 1e-3))
+    space = tune.triton
+    few = lambda o: dataclasses.replace(space(o), values={})
+    monkeypatch.setattr(tune, "triton", few)
+    before = triton.tuning((9, 0), "16", 16, option)
+    assert tune.main(["--kernel", kernel, *SHAPE, *how, "--write"]) == 0
+    found = json.loads((tmp_path / "triton_tiles.json").read_text())
+    written = found["9.0"]["16"]["64"].pop(option)
+    assert written == {kernel: before[kernel]} and found == triton._tiles()
+    written[kernel] = before[kernel] | {"num_stages": 1}
+    found["9.0"]["16"]["64"][option] = written
+    monkeypatch.setattr(triton, "_tiles", lambda: found)
+    after = triton.tuning((9, 0), "16", 16, option)
+    assert {name: after[name] for name in before} == before | written
+    assert triton.tuning((9, 0), "16", 16) == found["9.0"]["16"]["64"]
+
+
 def test_errors(tune, monkeypatch, capsys):
     monkeypatch.setattr(_dispatch, "capability", lambda: (7, 5))
     assert tune.main(["--kernel", "forward"]) == 1

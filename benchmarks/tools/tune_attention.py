@@ -5,13 +5,18 @@
 The search starts from the current tiles, tries every other value of each parameter, continues from
 the best, and ends when no single change helps. Tiles that exceed shared memory or registers by an
 estimate are not compiled. Tiles with a wrong result are reported and not used. `--write` stores the
-best in pallas_kernels/attention/triton_tiles.json, which the kernels read.
+best in pallas_kernels/attention/triton_tiles.json, which the kernels read. Several searches may run
+at once on one GPU: they compile in parallel, and measure one after the other.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import functools
 import json
+import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +43,10 @@ class Options:
     kernel: Literal["forward", "dkv", "dq"]
     shape: tuple[int, int, int, int] = (64, 1024, 12, 64)
     """Batch, time, heads, head dimension."""
+    value_dim: int | None = None
+    """Head dimension of the values, if another."""
+    bias: Literal["scores", "slopes"] | None = None
+    """A bias of all heads, or ALiBi's slopes."""
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     true_fp32: bool = False
     """True fp32 matmuls instead of TF32."""
@@ -59,17 +68,19 @@ class Space:
     values: dict[str, tuple]
     why_not: Callable[[dict], str | None]
     run: Callable[[dict], Callable]
-    """Tiles → a function of (qkv, out, lse, dout)."""
+    """Tiles → a function of (operands, bias, out, lse, dout)."""
     write: Callable[[dict], Path]
 
 
 def triton(o: Options) -> Space:
     from pallas_kernels.attention import triton
 
-    capability, head_dim = extend.capability(), o.shape[3]
+    capability, head_dim = extend.capability(), max(o.shape[3], o.value_dim or 0)
     matmul = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
-    entry = triton.tuning(capability, matmul, head_dim)
-    padded, size = max(16, 1 << (head_dim - 1).bit_length()), DTYPES[o.dtype].dtype.itemsize
+    bias = jax.eval_shape(functools.partial(make_bias, o, *o.shape[1:3]))
+    option = triton.tuned_option(bias, o.shape[3], o.value_dim or o.shape[3])
+    entry = triton.tuning(capability, matmul, head_dim, option)
+    padded, size = triton.padded(head_dim), DTYPES[o.dtype].dtype.itemsize
     shared_kb = triton.SHARED_KB.get(capability, 99)
 
     def why_not(tile):
@@ -95,15 +106,20 @@ def triton(o: Options) -> Space:
 
     def write(tile):
         path = FOLDER / "triton_tiles.json"
-        data = json.loads(path.read_text())
-        name = f"{capability[0]}.{capability[1]}"
-        if name not in data:
-            raise SystemExit(
-                f"{path.name} has no entry for {name}; make one first, from that of the nearest GPU"
-            )
-        entries = data[name][matmul]
-        entries[min((p for p in entries if int(p) >= padded), key=int)][o.kernel] = tile
-        path.write_text(results.compact_json(data) + "\n")
+        with alone():
+            data = json.loads(path.read_text())
+            name = f"{capability[0]}.{capability[1]}"
+            if name not in data:
+                raise SystemExit(
+                    f"{path.name} has no entry for {name}; make one first, from that of the "
+                    "nearest GPU"
+                )
+            entries = data[name][matmul]
+            tiles = entries[min((p for p in entries if int(p) >= padded), key=int)]
+            if option is not None:
+                tiles = tiles.setdefault(option, {})
+            tiles[o.kernel] = tile
+            path.write_text(results.compact_json(data) + "\n")
         return path
 
     values = {
@@ -117,44 +133,85 @@ def triton(o: Options) -> Space:
 
 def _run(o: Options, module, tiles):
     options = attention.Options(
-        o.causal, o.shape[3] ** -0.5, o.window, precision="highest" if o.true_fp32 else None
+        o.causal,
+        o.shape[3] ** -0.5,
+        o.window,
+        precision="highest" if o.true_fp32 else None,
+        start=0,
     )
     how = {"options": options, "tiles": tiles}
     if o.kernel == "forward":
-        return lambda qkv, out, lse, dout: module.forward((qkv,), None, **how)
-    return lambda qkv, out, lse, dout: module.backward((qkv,), None, lse, dout, out, None, **how)
+        return lambda operands, bias, *_: module.forward(operands, None, bias, **how)
+    return lambda operands, bias, out, lse, dout: module.backward(
+        operands, None, lse, dout, out, None, bias, **how
+    )
+
+
+def make_bias(o: Options, t: int, h: int):
+    """Return ALiBi's slopes, or a bias of all heads of a sequence, or None."""
+    if o.bias is None:
+        return None
+    dtype = DTYPES[o.dtype]
+    slopes_H = 2.0 ** -jnp.linspace(1, 8, h, dtype=dtype)
+    if o.bias == "slopes":
+        return slopes_H
+    return slopes_H[:, None, None] * jnp.arange(t, dtype=dtype)[None, None] / t + jnp.zeros(
+        (1, t, 1), dtype
+    )
+
+
+def draw(o: Options, b: int, t: int, h: int, key: jax.Array) -> tuple:
+    """Return the operands, packed if the call may be, the bias, and the gradient of the output."""
+    d, e = o.shape[3], o.value_dim or o.shape[3]
+    sizes, keys = ((t, h, d), (t, h, d), (t, h, e), (t, h, e)), jax.random.split(key, 4)
+    q, k, v, dout = (
+        jax.random.normal(key, (b, *size), DTYPES[o.dtype])
+        for key, size in zip(keys, sizes, strict=True)
+    )
+    packed = e == d and o.bias is None
+    return (jnp.stack((q, k, v), 2),) if packed else (q, k, v), make_bias(o, t, h), dout
 
 
 def make(o: Options, run_forward: Callable, key: jax.Array) -> tuple:
-    b, t, h, d = o.shape
-    keys = jax.random.split(key)
-    qkv = jax.random.normal(keys[0], (b, t, 3, h, d), DTYPES[o.dtype])
-    dout = jax.random.normal(keys[1], (b, t, h, d), DTYPES[o.dtype])
-    out, lse = run_forward(qkv, None, None, None)
-    return qkv, out, lse, dout
+    operands, bias, dout = draw(o, *o.shape[:3], key)
+    out, lse = run_forward(operands, bias)
+    return operands, bias, out, lse, dout
 
 
-def error(o: Options, f: Callable) -> float:
-    """The largest difference from the definition on two heads of a short sequence, relative to the
-    largest value."""
-    b, t, h, d = 1, min(o.shape[1], 640), 2, o.shape[3]
-    keys = jax.random.split(jax.random.key(7))
-    qkv = jax.random.normal(keys[0], (b, t, 3, h, d), DTYPES[o.dtype])
-    dout = jax.random.normal(keys[1], (b, t, h, d), DTYPES[o.dtype])
+@functools.cache
+def example(o: Options) -> tuple:
+    """Return arguments of two heads of a short sequence, and the definition's results."""
+    operands, bias, dout = draw(o, 1, min(o.shape[1], 640), 2, jax.random.key(7))
 
-    def true(qkv):
-        q, k, v = (qkv[:, :, i] for i in range(3))
-        return attention.reference(q, k, v, causal=o.causal, window=o.window, return_lse=True)
+    def true(operands):
+        qkv = operands if len(operands) == 3 else [operands[0][:, :, i] for i in range(3)]
+        rows = bias[None] if o.bias == "scores" else bias
+        how = {"causal": o.causal, "window": o.window, "bias": rows, "return_lse": True}
+        return attention.reference(*qkv, **how)
 
-    (out, lse), pull = jax.vjp(true, qkv.astype(jnp.float32))
+    exact = [x.astype(jnp.float32) for x in operands]
+    (out, lse), pull = jax.vjp(true, tuple(exact))
     wanted = (out, lse)
     if o.kernel != "forward":
         wanted = pull((dout.astype(jnp.float32), jnp.zeros_like(lse)))
-    found = jax.jit(f)(qkv, out.astype(qkv.dtype), lse, dout)
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    return (operands, bias, out.astype(dout.dtype), lse, dout), wanted
+
+
+def error(o: Options, f: Callable) -> float:
+    """Return the largest difference from the definition, relative to the largest value."""
+    args, wanted = example(o)
+    pairs = zip(jax.tree.leaves(jax.jit(f)(*args)), jax.tree.leaves(wanted), strict=True)
     return max(
         float(np.abs(np.asarray(x, np.float32) - y).max() / np.abs(y).max()) for x, y in pairs
     )
+
+
+@contextlib.contextmanager
+def alone():
+    """Wait for the other searches, which measure on the same GPU and write the same file."""
+    with (Path(tempfile.gettempdir()) / "tune_attention.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def search(o: Options, args: list[str] | None) -> int:
@@ -166,12 +223,12 @@ def search(o: Options, args: list[str] | None) -> int:
         name=o.kernel,
         make=inputs,
         run={},
-        flops=4
+        flops=2
         * b
         * h
         * t
         * t
-        * d
+        * (d + (o.value_dim or d))
         / (2 if o.causal else 1)
         * (1 if o.kernel == "forward" else 2.5),
     )
@@ -195,7 +252,9 @@ def search(o: Options, args: list[str] | None) -> int:
                 row["why_not"] = f"off by {off:.1e}"
             else:
                 timed = dataclasses.replace(case, run={"tiles": f})
-                row["ms"] = seconds(timed, ["tiles"])["tiles"] * 1e3
+                jax.jit(f).lower(*jax.eval_shape(inputs, jax.random.key(0)))  # compiles the kernel
+                with alone():
+                    row["ms"] = seconds(timed, ["tiles"])["tiles"] * 1e3
         except Exception as failure:  # what does not compile is no reason not to try the next
             row["why_not"] = (
                 f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[
@@ -210,13 +269,15 @@ def search(o: Options, args: list[str] | None) -> int:
     while improved and time.monotonic() < until:
         improved = False
         for name, values in space.values.items():
-            for value in values:
+            nearest = sorted(values, key=lambda value: abs(math.log2(value / best[name])))
+            for value in nearest:
                 if value != best[name] and time.monotonic() < until:
                     if (ms := attempt(best | {name: value})) < 0.995 * best_ms:
                         best, best_ms, improved = best | {name: value}, ms, True
 
     found = sorted((row for row in trials.values() if "ms" in row), key=lambda row: row["ms"])
-    title = f"{o.kernel}, {o.shape}, {o.dtype}, of {len(trials)} tried or ruled out"
+    how = "".join(f", {name} {x}" for name in ("value_dim", "bias") if (x := getattr(o, name)))
+    title = f"{o.kernel}, {o.shape}{how}, {o.dtype}, of {len(trials)} tried or ruled out"
     table = []
     for row in found[:12]:
         tiles = ", ".join(f"{name} {row['tiles'][name]}" for name in space.start)

@@ -27,7 +27,8 @@ triton_tiles.json contains the tiles:
         "shared_kb": shared memory that a program can have on this GPU,
         "16" (bf16, fp16) | "tf32" | "fp32": {largest P of the entry: {
             "precision": "ieee" | "tf32x3" (in "fp32" only; `input_precision` of tl.dot),
-            "forward" | "dkv" | "dq": {"M", "N", "num_warps", "num_stages"}}}}}
+            "forward" | "dkv" | "dq": {"M", "N", "num_warps", "num_stages"},
+            option, from `tuned_option`: {the kernels that have other tiles with the option}}}}}
 """
 
 import functools
@@ -247,7 +248,9 @@ def _score(options, bias) -> Score | None:
 # -------------------------------------------------------------------------------------------- tiles
 
 
-def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str, Any]:
+def tuning(
+    capability: tuple[int, int], matmul: str, head_dim: int, option: str | None = None
+) -> dict[str, Any]:
     """Return the entry of triton_tiles.json for a GPU, a matmul precision and a head dimension.
 
     A GPU whose capability is not listed with this precision has the entry of an earlier capability
@@ -255,6 +258,7 @@ def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str,
 
     Args:
         matmul: "16" (bf16, fp16), "tf32" or "fp32".
+        option: the tiles of this option replace those of the entry.
     """
     listed, shared_kb = _tiles(), SHARED_KB.get(capability, 99)
     name = max(
@@ -266,7 +270,21 @@ def tuning(capability: tuple[int, int], matmul: str, head_dim: int) -> dict[str,
         key=lambda n: (listed[n]["shared_kb"], _version(n)),
     )
     entries = listed[name][matmul]
-    return entries[min((p for p in entries if int(p) >= padded(head_dim)), key=int)]
+    entry = entries[min((p for p in entries if int(p) >= padded(head_dim)), key=int)]
+    if option is None:
+        return entry
+    tiles = {kernel: entry[kernel] for kernel in ("forward", "dkv", "dq")}
+    if option in ("bias", "slopes"):
+        # A tile of the bias needs registers: fewer queries, or dK and dV spill.
+        tiles["dkv"] = tiles["dkv"] | {"M": max(16, tiles["dkv"]["M"] // 2)}
+    return entry | tiles | entry.get(option, {})
+
+
+def tuned_option(bias, head_dim: int, value_dim: int) -> str | None:
+    """Return the option of a call that has tiles of its own, or None."""
+    if bias is not None:
+        return "slopes" if bias.ndim == 1 else "bias"
+    return "value_dim" if padded(value_dim) != padded(head_dim) else None
 
 
 @functools.cache
@@ -284,11 +302,7 @@ def _tuned(operands, options, bias) -> dict[str, Any]:
     """Return the tiles of a call."""
     q = operands[0]
     matmul = "16" if q.dtype.itemsize == 2 else "fp32" if options.true_fp32 else "tf32"
+    sizes = q.shape[-1], operands[-1].shape[-1]
     # Without a GPU, the caller is a test.
-    head_dim = max(q.shape[-1], operands[-1].shape[-1])
-    tiles = tuning(_dispatch.capability() or (9, 0), matmul, head_dim)
-    if bias is None:
-        return tiles
-    # A tile of the bias needs registers: fewer queries, or dK and dV spill.
-    dkv = tiles["dkv"]
-    return tiles | {"dkv": dkv | {"M": max(16, dkv["M"] // 2)}}
+    capability = _dispatch.capability() or (9, 0)
+    return tuning(capability, matmul, max(sizes), tuned_option(bias, *sizes))

@@ -185,7 +185,7 @@ def _jax_runs(
     if not case.in_place:
         inputs = [x[0] for x in (firsts, *rests)]
         one = jax.eval_shape(call, *inputs)
-        if len(inputs[0].sharding.device_set) > 1:
+        if len(jax.tree.leaves(inputs)[0].sharding.device_set) > 1:
             # Outputs without their sharding would make the second execution compile again.
             one = call(*inputs)
         outputs = [jax.tree.map(jnp.zeros_like, one) for _ in sets]
