@@ -16,13 +16,16 @@ Each case has a row with its outcome:
     skipped  tokamax skips the case in every test class of its own
     failed   tokamax's comparison rejects the results, or the call raises
 
-The exit code is 1 if a case failed. Cases that tokamax skips as too slow run here.
+The exit code is 1 if a case failed. Cases that tokamax skips as too slow run here. Most of the time
+is compilation: on a GPU, pass --jobs 8, with XLA_PYTHON_CLIENT_PREALLOCATE=false.
 """
 
 import argparse
+import concurrent.futures
 import fnmatch
 import importlib.util
 import math
+import multiprocessing
 import re
 import sys
 import unittest
@@ -163,6 +166,7 @@ class Cases(test_base.AttentionTestBase):
 def run(name: str) -> dict:
     """Run a case; return its row."""
     used.clear()
+    jax.clear_caches()
     result = unittest.TestResult()
     with recorded() as choices:
         Cases(name).run(result)
@@ -182,12 +186,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="JSON file of the result")
     parser.add_argument("--only", default="*", help="pattern of the cases, such as 'vmap*'")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, which share a GPU")
     arguments = parser.parse_args()
     rows, names = [], unittest.defaultTestLoader.getTestCaseNames(Cases)
-    for name in fnmatch.filter(names, f"test_{arguments.only}"):
-        rows.append(run(name))
-        print(" ".join(str(x) for x in rows[-1].values()), flush=True)
-        jax.clear_caches()
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(arguments.jobs, mp_context=spawn) as pool:
+        for row in pool.map(run, fnmatch.filter(names, f"test_{arguments.only}")):
+            rows.append(row)
+            print(" ".join(str(x) for x in row.values()), flush=True)
     print(dict(Counter(row["outcome"] for row in rows)))
     if arguments.out:
         device, command = jax.devices()[0].device_kind, results.command(SCRIPT)
