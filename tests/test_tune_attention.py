@@ -20,6 +20,7 @@ def tune(tmp_path, monkeypatch):
     for file in module.FOLDER.glob("*_tiles.json"):
         shutil.copy(file, tmp_path)
     monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module.harness, "MOST_BYTES", module.harness.MOST_BYTES)
     for owner in (_dispatch, extend):
         monkeypatch.setattr(owner, "capability", lambda: (9, 0))
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
