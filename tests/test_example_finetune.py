@@ -80,7 +80,7 @@ def newcomer(tmp_path, monkeypatch, one_device, program_cache, optax_promotion):
 def test_the_commands_of_a_page_work(newcomer, program_folder, monkeypatch, page, count):
     """Those before the list of corpora that need no GPU and no download."""
     text = (FOLDER.parents[1] / "docs" / page).read_text().split("## Prepare a dataset")[0]
-    commands = re.findall(r"^    (python (?!.*(?:gpt2_124m|--tokenizer gpt2)).*)", text, re.M)
+    commands = re.findall(r"^    (python (?!.*(?:gpt2_124m|--tokenizer gpt2|llama)).*)", text, re.M)
     assert len(commands) == count
     for command in commands:
         follow(command, monkeypatch)

@@ -14,6 +14,7 @@ from pathlib import Path
 import griffe
 
 PACKAGES = {"gptjax": "src", "pallas_kernels": "."}
+RST_LINK = re.compile(r"`([^`<]+?)\s*<(https?:[^>]+)>`_")
 HEADINGS = {"parameters": "Arguments", "other parameters": "Arguments", "attributes": "Fields"}
 
 
@@ -75,7 +76,8 @@ def page(path: str, item: griffe.Object, original: str, where: str) -> str:
         module, _, same = original.rpartition(".")
         return f"# {name}\n\n`{path}` is [`{original}`](../{module}/{same}.md).\n"
     parts = [f"# {name}", directive(path, item, ":::::")]
-    if path.startswith("pallas_kernels.") and item.is_function and item.module.docstring:
+    has_equations = path.startswith(("pallas_kernels.", "gptjax.optim."))
+    if has_equations and item.is_function and item.module.docstring:
         parts += [f"## Module {item.module.path}", body(item.module)]
     return "\n\n".join([*parts, f"{where}\n"])
 
@@ -125,7 +127,7 @@ def body(item: griffe.Object) -> str:
         else:
             parts.append(f"**{HEADINGS.get(kind, kind.capitalize())}**")
             parts += [definition(kind, entry) for entry in section.value]
-    return "\n\n".join(parts)
+    return RST_LINK.sub(r"[\1](\2)", "\n\n".join(parts))
 
 
 def definition(kind: str, entry) -> str:
