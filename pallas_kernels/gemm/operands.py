@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, XLA, BackEnd
-from pallas_kernels._partition import Rule
+from pallas_kernels._partition import Rule, Shards, shards_of
 from pallas_kernels._types import Array, Float
 
 E4M3 = jnp.float8_e4m3fn
@@ -229,11 +229,22 @@ def quantize(
 
         kernel = functools.partial(triton.quantize, dtype=dtype, rows=rows, transposed=transposed)
         if not _dispatch.partitioned(x):
-            return Quantized(*_calls.looped("quantize", kernel)(x, scale))
+
+            def launch(x, scale):
+                *copies, largest_number = kernel(x, scale)
+                return *copies, _shards().max(largest_number)
+
+            rule = Rule("r c, -> r c, c r, ", over="r c", reduced="r c")
+            return Quantized(*_calls.looped("quantize", launch, rule=rule)(x, scale))
         rule = Rule("r c, -> r c, c r", over="r c")
         copies = _calls.looped("quantize", lambda *args: kernel(*args)[:2], rule=rule)(x, scale)
         return Quantized(*copies, _largest_number(x))
     return _quantize_in_xla(x, scale, dtype, rows, transposed)
+
+
+def _shards() -> Shards:
+    """Return the shards of an array that `in_shardings` splits: its type names no mesh."""
+    return Shards((*shards_of("r").axes, *shards_of("c").axes))
 
 
 def _quantize_in_xla(x, scale, dtype, rows, transposed) -> Quantized:
@@ -282,17 +293,27 @@ def quantize_by_largest(
         factor: of `Scale.over_factor`.
         sampled: whether to read only `sample` for the scale.
     """
+
+    def convert(x, shards):
+        if x.dtype == jnp.float32:
+            x = jax.lax.reduce_precision(x, 8, 7)
+        read = sample(x) if sampled else x
+        scale = scale_for(shards.max(jnp.abs(read).max(initial=0.0)), dtype, headroom)
+        q = quantize(x, scale, dtype, transposed=True)
+        return q.rows, q.transposed, *Scale.of(scale, factor)
+
     if not _dispatch.partitioned(x) and _dispatch.select("quantize", arrays=x) == "triton":
         from pallas_kernels.gemm import triton
 
         group = GROUP if sampled and x.shape[1] % GROUP == 0 else None
         how = {"dtype": jnp.dtype(dtype), "headroom": headroom, "factor": factor, "group": group}
         kernel = functools.partial(triton.quantize_by_largest, sampled=SAMPLED, **how)
-        rows, k_major, *scale = _calls.looped("quantize", kernel)(x)
-        return Operand(rows, k_major, Scale(*scale))
-    if x.dtype == jnp.float32:
-        x = jax.lax.reduce_precision(x, 8, 7)
-    read = sample(x) if sampled else x
-    scale = scale_for(jnp.abs(read).max(initial=0.0), dtype, headroom)
-    q = quantize(x, scale, dtype, transposed=True)
-    return Operand(q.rows, q.transposed, Scale.of(scale, factor))
+
+        def launch(x):
+            return convert(x, _shards()) if _shards().axes else kernel(x)
+
+        rule = Rule("r c -> r c, c r, , , ", over="r c", reduced="r c")
+        rows, k_major, *scale = _calls.looped("quantize", launch, rule=rule)(x)
+    else:
+        rows, k_major, *scale = convert(x, Shards())
+    return Operand(rows, k_major, Scale(*scale))
