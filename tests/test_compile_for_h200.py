@@ -42,3 +42,18 @@ def test_bytes_of_launches(tool):
 def test_errors(tool, tmp_path, capsys):
     assert tool.main(["--plugin", str(tmp_path)]) == 1
     assert "xla_cuda_plugin.so is not there; --help tells how" in capsys.readouterr().err
+
+
+def test_launches_and_collectives():
+    sharded = importlib.import_module("compile_sharded")
+    text = """
+  %k = (f32[2,8]{1,0}, f32[4]{0}) custom-call(%x), custom_call_target="norm_backward", x={}
+  %gemm = f32[4,8]{1,0} custom-call(%k, %k), custom_call_target="__cublas$gemm"
+  %s = ((f32[4]{0}, f32[2]{0}), (f32[4]{0}, f32[2]{0})) all-reduce-start(%a, %b), channel_id=1
+  %d = (f32[4]{0}, f32[2]{0}) all-reduce-done(%s)
+  %g = bf16[8,3]{1,0} all-gather(%y), dimensions={0}
+"""
+    found = sharded.launches_and_collectives(text)
+    collectives = [("all-gather", 24), ("all-reduce", 6)]
+    assert found == ({"norm_backward": 1}, collectives, ["2,8", "4"])
+    assert sharded.main(["--plugin", "nowhere"]) == 1

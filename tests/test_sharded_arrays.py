@@ -48,17 +48,18 @@ class Case:
         """The gradients, or the results of an operation without gradients."""
         return with_gradients(self.f)(*arrays)[1] if self.results is None else self.f(*arrays)
 
-    def lowered(self, mesh, dtype=jnp.float32):
-        """Lower the gradients, sharded as the arrays."""
-        shardings = [NamedSharding(mesh, spec) for _, spec in self.arrays]
-        arrays = [
-            jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-            for (shape, _), sharding in zip(self.arrays, shardings, strict=True)
-        ]
-        out = tuple(shardings)
+    def lowered(self, mesh, dtype=jnp.float32, typed=True):
+        """Lower the gradients, sharded as the arrays, whose types name the mesh if `typed`."""
+        shardings = tuple(NamedSharding(mesh, spec) for _, spec in self.arrays)
+        out = shardings
         if self.results is not None:
             out = jax.tree.map(partial(NamedSharding, mesh), self.results)
-        return jax.jit(self.gradients, out_shardings=out).lower(*arrays)
+        arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape, _ in self.arrays]
+        if not typed:
+            return jax.jit(self.gradients, in_shardings=shardings, out_shardings=out).lower(*arrays)
+        arrays = [x.update(sharding=s) for x, s in zip(arrays, shardings, strict=True)]
+        with jax.set_mesh(mesh):
+            return jax.jit(self.gradients, out_shardings=out).lower(*arrays)
 
 
 def attention(*arrays, **options):
@@ -75,12 +76,12 @@ def losses(logits):
 
 
 def decode(k_LBSHD, v_LBSHD, likeliest=False):
-    """With one sequence on each of two devices."""
+    """With one sequence on each device of four, in the process of `test_on_eight_devices`."""
     sizes = {"L": 2, "S": 24, "C": 32, "N": 96, "F": 128, "V": V}
     names = [field.name for field in dataclasses.fields(pk.DecoderWeights)]
     shapes = [tuple(sizes[axis] for axis in name.rpartition("_")[2]) for name in names]
     weights = pk.DecoderWeights(*(jnp.sin(jnp.arange(np.prod(s)).reshape(s)) for s in shapes))
-    cache, tokens = pk.DecoderCache.of(k_LBSHD, v_LBSHD), jnp.asarray([3, 5], jnp.int32)
+    cache, tokens = pk.DecoderCache.of(k_LBSHD, v_LBSHD), jnp.asarray([3, 5, 0, 9], jnp.int32)
     how = {"likeliest": likeliest, "implementation": "triton"}
     result, new = pk.decode_step(weights, cache, tokens, tokens, **how)
     return result, new.k_LBSHD, new.v_LBSHD
@@ -96,7 +97,7 @@ def on_triton(f, **options):
     return lambda *args: f(*args, implementation="triton", **options)
 
 
-QKV, GROUPED = (B, T, H, D), (B, T, 2, D)
+QKV, MORE_QUERIES = (B, T, H, D), (B, T, 2 * H, D)
 HEADS = P(None, None, "devices")
 CASES = {
     "softmax": Case(on_triton(pk.softmax), [((B * T, V), FIRST)]),
@@ -110,9 +111,9 @@ CASES = {
     "rms_norm": Case(on_triton(pk.rms_norm), [((B, T, C), FIRST), ((C,), WHOLE)], (C,)),
     "attention": Case(attention, [(QKV, FIRST)] * 3),
     "attention over heads": Case(attention, [(QKV, HEADS)] * 3),
-    "grouped attention": Case(attention, [(QKV, FIRST), *[(GROUPED, FIRST)] * 2]),
-    "grouped attention over heads": Case(attention, [(QKV, HEADS), *[(GROUPED, HEADS)] * 2]),
-    "attention under vmap": Case(jax.vmap(attention), [((2, *QKV), FIRST)] * 3),
+    "grouped attention": Case(attention, [(MORE_QUERIES, FIRST), *[(QKV, FIRST)] * 2]),
+    "grouped attention over heads": Case(attention, [(MORE_QUERIES, HEADS), *[(QKV, HEADS)] * 2]),
+    "attention under vmap": Case(jax.vmap(attention), [((B, *QKV), FIRST)] * 3),
     "rms_norm under vmap": Case(
         jax.vmap(on_triton(pk.rms_norm), (0, None)), [((B, T, C), FIRST), ((C,), WHOLE)], (C,)
     ),
@@ -179,10 +180,10 @@ CASES = {
         (2 * C * F, F * C),  # of both matrices of x in one
     ),
     "sample_token": Case(sample, [((B * T, V), FIRST)], results=FIRST),
-    "decode_step": Case(decode, [((2, 2, 24, 2, 16), SECOND)] * 2, results=(FIRST, *[SECOND] * 2)),
+    "decode_step": Case(decode, [((2, 4, 24, 2, 16), SECOND)] * 2, results=(FIRST, *[SECOND] * 2)),
     "likeliest token": Case(
         partial(decode, likeliest=True),
-        [((2, 2, 24, 2, 16), SECOND)] * 2,
+        [((2, 4, 24, 2, 16), SECOND)] * 2,
         results=(FIRST, *[SECOND] * 2),
     ),
 }
@@ -219,8 +220,7 @@ def launches_and_collectives(text, case):
 )
 def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
     case, mesh = CASES[name], mesh_of(kind)
-    with jax.set_mesh(mesh):
-        compiled = case.lowered(mesh).compile()
+    compiled = case.lowered(mesh).compile()
     sizes = launches_and_collectives(compiled.as_text(), case)
     second = case.second if mesh.shape["time"] > 1 else ()
     assert sorted(sizes) == sorted(case.sums + second)
@@ -228,7 +228,7 @@ def test_each_device_launches_on_its_shard(name, kind, triton_on_cpu):
 
 def test_on_eight_devices():
     """Cases in which two axes are sharded, in a process of its own."""
-    cases = ["-k", "launches and batch and time"]
+    cases = ["-k", "launches and (batch and time or decode_step or likeliest)"]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, *cases]
     done = subprocess.run(command, env=os.environ | {"TEST_DEVICES": "8"}, capture_output=True)
     assert done.returncode == 0, done.stdout.decode()[-2000:]

@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import tyro
+from jax._src import xla_bridge
 from jax._src.lib import xla_client
 
 from gptjax.bench import BenchError, configs, results
@@ -89,6 +90,9 @@ class Plugin:
         os.environ["MOSAIC_GPU_RUNTIME_LIB_PATH"] = str(runtime.absolute())
         self._api = xla_client.load_pjrt_plugin_dynamically("cuda", str(folder / LIBRARY))
         xla_client.initialize_pjrt_plugin("cuda")
+        # As JAX does for a plugin that it finds: the rules of sharded launches.
+        for register in xla_bridge._plugin_callbacks:
+            register(c_api=self._api)
         self._extension = _module(folder, "cuda_plugin_extension")
         # XLA refuses a call of an unknown name. This handler takes any operands when compiled.
         (self._handler,) = _module(folder, "_prng").registrations().values()
@@ -100,6 +104,12 @@ class Plugin:
             self._api, "h200", target_config=H200, topology=f"1x1x{count}"
         )
         return topology._make_compile_only_devices()
+
+    def replace_launches(self) -> None:
+        """Let pallas_kernels select and lower as on an H200, Triton's kernels as calls by name."""
+        _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
+        _dispatch.why_not_triton = lambda: None
+        _mosaic.num_sms, _triton.call = lambda: 132, self.call
 
     def call(self, kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
         """Replace `pallas_kernels._triton.call`: a call of the kernel's name."""
@@ -221,9 +231,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = tyro.cli(Options, args=arguments, description=__doc__)
     try:
         plugin = Plugin(options.plugin)
-        _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
-        _dispatch.why_not_triton = lambda: None
-        _mosaic.num_sms, _triton.call = lambda: 132, plugin.call
+        plugin.replace_launches()
         # This machine may have fewer devices than the compiled step.
         configs.first_devices = plugin.devices
         rows = [row_of(options, *each, plugin) for each in options.configs()]
