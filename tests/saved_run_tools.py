@@ -32,7 +32,9 @@ def random_model(model=MODEL, seed=0):
     return nnx.merge(graph(model), random_params(model, seed))
 
 
-def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None, stage=None):
+def save_run(
+    run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None, stage=None, opt_state=None
+):
     """Save checkpoints with the given parameters; `changes` replace entries of the config, `stage`
     is the number of the stage that all of them are in."""
     config = to_json(Config(model=model, sequence_length=model.block_size))
@@ -42,6 +44,7 @@ def save_run(run, params_by_step, *, model=MODEL, tokenizer="byte", changes=None
     checkpoints = Checkpoints(run / "checkpoints", keep_last=10)
     for step, params in params_by_step.items():
         state = {"step": jnp.int32(step), "params": params, "rng": jnp.zeros(2, jnp.uint32)}
+        state |= {} if opt_state is None else {"opt_state": opt_state}
         checkpoints.save(step, state, meta)
     checkpoints.wait()
     checkpoints.close()

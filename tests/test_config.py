@@ -70,7 +70,11 @@ OUT_OF_RANGE = [
     *((f"optimizer.{name}", -100) for name in ("weight_decay", "matrix_weight_decay")),
     *((f"optimizer.{name}", value) for name in ("b1", "b2", "momentum", "momentum_low", "neuron_b2")
       for value in (-0.1, 1, 1.5, 1 - 1e-9)),
-    *(("optimizer.final_fraction", value) for value in (-3, 50)),
+    *((f"optimizer.{name}", value)
+      for name in ("final_fraction", "powercool_start", "ema_nesterov_stop", "tail_ema_weight",
+                   "radial_pin")
+      for value in (-3, 50)),
+    *((f"optimizer.{name}", -1) for name in ("ema_nesterov_beta", "row_floor", "tail_ema_steps")),
     *((f"optimizer.{name}", -5)
       for name in ("warmup_steps", "schedule_steps", "momentum_warmup_steps")),
     *(("optimizer.schedule_steps", 0), ("optimizer.adam_every", 0)),
@@ -107,7 +111,7 @@ def test_a_number_out_of_its_range_is_refused():
             with_option(name, value)
     allowed = ranges(Config) | {f"optimizer.{n}": r for n, r in ranges(NorMuonConfig).items()}
     floats = [name for name, interval in allowed.items() if isinstance(interval.low, float)]
-    assert len(floats) == 14
+    assert len(floats) == 26
     for name, value in itertools.product(floats, (math.nan, math.inf, -math.inf)):
         with pytest.raises(
             ConfigError, match=f"{name.replace('_', '-')} must be .*got -?(nan|inf)"

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from process_tools import python
-from saved_run_tools import restored
+from saved_run_tools import random_params, restored, save_run
 from train_tools import run, same_as
 
 import gptjax
@@ -206,6 +206,21 @@ def test_a_run_resumes_exactly_and_its_averages_are_loaded(config, storage):
         np.testing.assert_array_equal(x.astype(y.dtype), y)
     kernel = [x["blocks"][0]["mlp"]["c_fc"]["kernel"] for x in (wanted, state.params)]
     assert not np.array_equal(*kernel)
+
+
+def test_averages_in_the_state_of_a_chain_are_loaded(tmp_path):
+    """The optimizer of a user: the average may stand anywhere in the state."""
+    params = random_params()
+    tx = optax.chain(optax.sgd(0.1), tail_ema(0.5, select=lambda path: path != "wpe"))
+    parts = {"1": ema_nesterov(tx, 0.3)}
+    tx = optax.chain(optax.partition(parts, lambda params: jax.tree.map(lambda _: "1", params)))
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(params, state, params)
+    save_run(tmp_path, {1: params}, opt_state=state)
+    loaded = params_of(gptjax.load(tmp_path, tokenizer=None).model)
+    jax.tree.map(np.testing.assert_array_equal, loaded, evaluation_params(params, state))
+    assert not np.array_equal(loaded["wte"], params["wte"])
 
 
 SCRIPT = """

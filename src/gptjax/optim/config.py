@@ -26,10 +26,8 @@ from gptjax.optim.normuon import (
     distributed,
     momentum_schedule,
     normuon_and_adamw,
-    orthogonalize,
     scale_by_matrix_shape,
-    scale_by_nesterov,
-    scale_by_neuron_norm,
+    scale_by_normuon,
 )
 from gptjax.optim.partition import Group, Matrices, group_of
 from gptjax.optim.polar_express import newton_schulz, polar_express
@@ -370,9 +368,7 @@ class NorMuonConfig(MatrixOptimizerConfig):
         step = [optax.scale_by_learning_rate(rate)]
         step = [row_floor(self.row_floor, layout=layout), *step] if self.row_floor else step
         return optax.chain(
-            scale_by_nesterov(schedules["momentum"]),
-            orthogonalize(method, layout=layout),
-            scale_by_neuron_norm(self.neuron_b2, layout=layout),
+            scale_by_normuon(schedules["momentum"], self.neuron_b2, method=method, layout=layout),
             scale_by_matrix_shape(layout=layout, factor=lambda path: of(path).learning_rate),
             radial_pin(
                 optax.chain(*step),

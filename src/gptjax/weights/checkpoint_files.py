@@ -153,18 +153,19 @@ def _averages(folder: Path, meta: dict[str, Any], like: Mapping[tuple, Any]) -> 
     parts, arrays = [], meta["arrays"]
     for kind in (EmaNesterovState, TailEmaState):
         _, factor, average, *_ = kind._fields
-        for path in [path for path in arrays if path.endswith(f".{factor}")]:
-            at = path.split(".")[:-1]
-            keys = {key: (*at, average, *key) for key in like}
-            wanted = {own: _as(jnp.float32, like[key]) for key, own in keys.items()}
-            wanted = {own: x for own, x in wanted.items() if dotted(own) in arrays}
-            wanted[*at, factor] = jax.ShapeDtypeStruct((), jnp.float32, sharding=_scalar(like))
-            saved = {dotted(own): arrays[dotted(own)] for own in wanted}
-            tree = traverse_util.unflatten_dict(wanted)
+        for path in [x for x in arrays if x.endswith(f".{factor}") and arrays[x] == "float32[]"]:
+            prefix = path.removesuffix(factor) + average
+            keys = {f"{prefix}.{dotted(key)}": key for key in like}
+            wanted = {o: _as(jnp.float32, like[k]) for o, k in keys.items() if o in arrays}
+            wanted[path] = jax.ShapeDtypeStruct((), jnp.float32, sharding=_scalar(like))
+            # The structure distinguishes the state of a chain, which is a tuple, from a dict.
+            structure = ocp.PyTreeCheckpointHandler().metadata(folder.absolute() / STATE).tree
+            paths, treedef = leaves_by_path(structure), jax.tree.structure(structure)
+            tree = treedef.unflatten([wanted.get(own, ocp.PLACEHOLDER) for own in paths])
+            saved = {own: arrays[own] for own in wanted}
             found = leaves_by_path(restore(folder, saved, tree, needs="its config"))
-            averages = {k: found.get(dotted(own), optax.MaskedNode()) for k, own in keys.items()}
-            averages = traverse_util.unflatten_dict(averages)
-            parts.append(kind((), float(found[path]), averages))
+            averages = {key: found.get(own, optax.MaskedNode()) for own, key in keys.items()}
+            parts.append(kind((), float(found[path]), traverse_util.unflatten_dict(averages)))
     return parts
 
 
@@ -197,7 +198,8 @@ def restore(folder: Path, saved: Mapping[str, str], like: PyTree, *, needs: str)
     Args:
         folder: folder of the step, whose files are verified.
         saved: dtype and shape of each array to read, by path, from the metadata.
-        like: pytree of `jax.ShapeDtypeStruct`, which may be a part of the saved tree.
+        like: pytree of `jax.ShapeDtypeStruct` and placeholders, which may be a part of the saved
+            tree.
         needs: name of the owner of `like`, for the message.
 
     Raises:
@@ -226,10 +228,11 @@ def leaves_by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def arrays_of(tree: PyTree) -> dict[str, str]:
-    """Return dtype and shape of each array or `jax.ShapeDtypeStruct`, by path."""
+    """Return dtype and shape of each array or `jax.ShapeDtypeStruct`, by path; no placeholders."""
     return {
         path: f"{getattr(x, 'dtype', type(x).__name__)}{list(np.shape(x))}"
         for path, x in leaves_by_path(tree).items()
+        if x is not ocp.PLACEHOLDER
     }
 
 
