@@ -14,7 +14,7 @@ import numpy as np
 import optax
 import pytest
 from process_tools import python
-from saved_run_tools import random_params, restored, save_run
+from saved_run_tools import MODEL, random_params, restored, save_run
 from train_tools import run, same_as
 
 import gptjax
@@ -29,8 +29,11 @@ from gptjax.optim import (
     tail_ema,
     transforms,
 )
+from gptjax.parallel import Parallel
 from gptjax.precision import Precision
+from gptjax.training import init_from
 from gptjax.training.step import init_state
+from gptjax.weights import sources
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 STEPS, LR = 50, 0.05
@@ -220,6 +223,9 @@ def test_averages_in_the_state_of_a_chain_are_loaded(tmp_path):
     save_run(tmp_path, {1: params}, opt_state=state)
     loaded = params_of(gptjax.load(tmp_path, tokenizer=None).model)
     jax.tree.map(np.testing.assert_array_equal, loaded, evaluation_params(params, state))
+    two, source = Parallel.of(jax.devices()[:2], "fsdp"), sources.find(tmp_path)
+    sharded = init_from.read_params(MODEL, two, source)
+    jax.tree.map(np.testing.assert_array_equal, sharded, loaded)
     assert not np.array_equal(loaded["wte"], params["wte"])
 
 
