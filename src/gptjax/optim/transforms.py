@@ -131,8 +131,8 @@ def tail_ema(
 
         e ← rate·w + (1−rate)·e, where w is the result of the update
 
-    `evaluation_params` returns (1−weight)·w + weight·e. While the rate is 1, e = w. With weight 0,
-    `evaluation_params` returns w.
+    `evaluation_params` returns (1−weight)·w + weight·e. While the rate is 1, e is w, up to its
+    rounding. With weight 0, `evaluation_params` returns w.
 
     modded-nanogpt's records: rate 1/150 in the last sixth of 2,900 steps, weight 0.6, not for the
     token embedding.
