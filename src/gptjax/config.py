@@ -298,6 +298,7 @@ class Config:
         groups, schedules = self.model.parameter_groups(), schedules or self.schedules()
         how = {"groups": groups, "mesh": mesh, "schedules": schedules}
         tx = self.optimizer.build(total_steps=self.max_steps, **how)
+        tx = self.optimizer.with_averages(tx, schedules)
         tx = self.optimizer.with_storage(tx, groups)
         return Scheduled.of(tx, schedules["learning_rate"])
 

@@ -175,8 +175,25 @@ class OptimizerConfig:
                 argument of the compiled function: one executable then serves runs of any learning
                 rate and length.
         """
-        schedules = schedules or self.schedules(total_steps)
-        tx = self._build(schedules, groups, mesh)
+        return self._build(schedules or self.schedules(total_steps), groups, mesh)
+
+    def _build(
+        self,
+        schedules: Mapping[str, optax.Schedule],
+        groups: Sequence[Group],
+        mesh: Mesh | AbstractMesh,
+    ) -> optax.GradientTransformation:
+        return adamw(**self._adamw_options(schedules))
+
+    def with_averages(
+        self, tx: optax.GradientTransformation, schedules: Mapping[str, optax.Schedule]
+    ) -> optax.GradientTransformation:
+        """Return the transformation of `build`, with `tail_ema` and in `ema_nesterov` if the
+        options select them.
+
+        Args:
+            schedules: the schedules of `build`.
+        """
         if self.tail_ema_weight:
             exclude = re.compile(self.tail_ema_exclude)
             average = tail_ema(
@@ -188,14 +205,6 @@ class OptimizerConfig:
         if self.ema_nesterov_beta:
             tx = ema_nesterov(tx, schedules["ema_nesterov_beta"], self.ema_nesterov_gamma)
         return tx
-
-    def _build(
-        self,
-        schedules: Mapping[str, optax.Schedule],
-        groups: Sequence[Group],
-        mesh: Mesh | AbstractMesh,
-    ) -> optax.GradientTransformation:
-        return adamw(**self._adamw_options(schedules))
 
     def with_storage(
         self, tx: optax.GradientTransformation, groups: Sequence[Group]
