@@ -73,7 +73,7 @@ def arguments(shape, dtype, options, seed=0):
         how = {"implementation": back_end, "precision": "highest", "return_lse": True} | how
         return finite(*flash_attention(*args[:3], **arrays, **numbers, **how))
 
-    def textbook(*args):
+    def textbook(*args, flash=False):
         arrays = dict(zip(names, args[3:], strict=True))
         bias = arrays.get("bias")
         if slopes:
@@ -83,7 +83,7 @@ def arguments(shape, dtype, options, seed=0):
             )
         extra = {"bias": bias, "sinks": arrays.get("sinks_H")}
         visible = jnp.asarray(seen(shape, **mask))
-        return finite(*textbook_of_options(*args[:3], visible, **extra, **theirs))
+        return finite(*textbook_of_options(*args[:3], visible, **extra, **theirs, flash=flash))
 
     return tuple(args), ours, textbook
 
@@ -276,6 +276,14 @@ def test_mosaic(shape, options, deterministic, mosaic_on_cpu):
     check(run, textbook, textbook, jax.block_until_ready(args))
     if not deterministic:
         forget_races()
+
+
+def test_mosaic_of_few_keys(mosaic_on_cpu):
+    """With weights near 1, dS is near 0, and the rounding of the stored output in D is left, which
+    misses the rule by 4 % for these numbers. A textbook with this D has the same rounding."""
+    args, ours, textbook = arguments((1, 9, 70, 1, 1, 128, 128), FP16, {"query_start": 0}, seed=6)
+    run = functools.partial(ours, "mosaic", deterministic=True)
+    check(run, functools.partial(textbook, flash=True), textbook, jax.block_until_ready(args))
 
 
 # ------------------------------------------------------------------------------ lowered for an H200

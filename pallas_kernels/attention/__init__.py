@@ -9,7 +9,8 @@ and with D_t = Σ_d dO_td · O_td − dL_t:
     dQ = scale · dS' K      dK = scale · dS'ᵀ Q
 
 The flash kernels hold one tile of S or P at a time: memory is O(T). The forward pass saves Q, K, V,
-O and L. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
+O and L. D uses the saved O, rounded to 16 bits in bf16 and fp16: for a query of few keys, this is
+the largest error of dS. Dao, "FlashAttention-2", 2023; Shah et al., "FlashAttention-3", 2024.
 
 Query t has a position among the keys, t + query_start. A query that sees no key has O = 0, L = −∞
 and gradients of 0.

@@ -25,12 +25,15 @@ def textbook(q, k, v, *, causal=True, scale=None, window=None):
     return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
 
 
-def textbook_of_options(q, k, v, seen_BTS, *, scale=None, softcap=None, bias=None, sinks=None):
+def textbook_of_options(
+    q, k, v, seen_BTS, *, scale=None, softcap=None, bias=None, sinks=None, flash=False
+):
     """O and L of any mask, in the inputs' own dtype; the softmax alone is fp32.
 
     Args:
         bias: (B, H, T, S), axes of batch and heads may be 1.
         sinks: a logit of each head.
+        flash: the gradient of the scores is P ∘ (dP − Σ dO · O), of the rounded O.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
@@ -42,6 +45,12 @@ def textbook_of_options(q, k, v, seen_BTS, *, scale=None, softcap=None, bias=Non
     if sinks is not None:
         total += jnp.exp(sinks.astype(jnp.float32))[None, :, None, None]
     none = total == 0
-    weights = (weights / jnp.where(none, 1, total)).astype(q.dtype)
-    lse = jnp.where(none, -jnp.inf, jnp.log(jnp.where(none, 1, total)))[..., 0]
-    return jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest"), lse
+    total = jnp.where(none, 1, total)
+    constant = jax.lax.stop_gradient(total) if flash else total
+    weights = (weights / constant).astype(q.dtype)
+    lse = jnp.where(none, -jnp.inf, jnp.log(total))[..., 0]
+    out = jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+    if flash:  # 1 − total / constant is 0, and its gradient that of −L
+        share_BTH1 = (1 - total / constant).swapaxes(1, 2)
+        out += (jax.lax.stop_gradient(out).astype(jnp.float32) * share_BTH1).astype(q.dtype)
+    return out, lse
