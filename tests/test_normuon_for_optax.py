@@ -166,6 +166,21 @@ def test_dimension_numbers_assign_matrices_and_the_rest(form):
         assert_equal([chosen(u, keys) for u in found], wanted, rtol=1e-6, atol=1e-9)
 
 
+def test_parameters_that_are_none_have_no_number():
+    """Equinox has None in the place of static fields and absent biases."""
+    params = {"w": normal(6, 4), "scale": normal(4), "bias": None}
+    options = {"rest": optax.sgd(1.0), "method": in_fp32}
+    (wanted,) = updates_of(normuon(0.02, **options), [params], params)
+    for numbers in (
+        {"w": MuonDimensionNumbers(0, 1), "scale": None, "bias": None},
+        lambda tree: jax.tree.map(
+            lambda x: MuonDimensionNumbers(0, 1) if x.ndim > 1 else None, tree
+        ),
+    ):
+        tx = normuon(0.02, weight_dimension_numbers=numbers, **options)
+        assert_equal(updates_of(tx, [params], params)[0], wanted, rtol=1e-6)
+
+
 def test_without_numbers_two_axes_are_a_matrix_as_in_optax():
     params = {"w": normal(6, 4), "bias": normal(4)}
     (found,) = updates_of(normuon(0.02, rest=optax.sgd(1.0), method=in_fp32), [params], params)

@@ -43,6 +43,7 @@ from gptjax.optim.partition import Group, Layout, Matrices, flatten, group_of, o
 from gptjax.optim.polar_express import polar_express
 
 Neurons = Literal["longer", "outputs"]
+REST = "rest"
 
 
 def momentum_schedule(
@@ -326,8 +327,8 @@ def normuon(
     def parts(tree):
         paths, _, structure = flatten(tree)
         layouts = dict(zip(paths, _layouts(weight_dimension_numbers, tree), strict=True))
-        labels = ["rest" if layouts[path] is None else "matrix" for path in paths]
-        both = {"matrix": of_matrices(layouts.__getitem__), "rest": rest}
+        labels = [REST if layouts[path] is None else "matrix" for path in paths]
+        both = {"matrix": of_matrices(layouts.__getitem__), REST: rest}
         return optax.partition(both, jax.tree.unflatten(structure, labels))
 
     def update(updates, state, params=None, **extra):
@@ -344,15 +345,16 @@ def _layouts(numbers: Any, params: optax.Params) -> list[Matrices | None]:
 
     def layout(x):
         if not isinstance(x, MuonDimensionNumbers):
-            return x
+            return REST if x is None else x
         axes = [(axis,) if isinstance(axis, int) else tuple(axis) for axis in x]
         return Matrices(inputs=axes[0], outputs=axes[1])
 
     if numbers is None:
         return [Matrices() if x.ndim == 2 else None for x in jax.tree.leaves(params)]
     tree = numbers(params) if callable(numbers) else numbers
-    tree = jax.tree.broadcast(tree, params, is_leaf=is_leaf)
-    return [layout(x) for x in jax.tree.leaves(tree, is_leaf=is_leaf)]
+    # A None of the parameters, such as a static field in Equinox, is no leaf: REST is not None.
+    tree = jax.tree.broadcast(jax.tree.map(layout, tree, is_leaf=is_leaf), params)
+    return [None if x == REST else x for x in jax.tree.leaves(tree)]
 
 
 def normuon_and_adamw(
