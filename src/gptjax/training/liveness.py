@@ -1,12 +1,15 @@
 """Memory of a traced function on a GPU, from shapes: the largest sum of arrays alive at a time.
 
-The model of XLA's compiler: equations run in order. A matmul, a kernel, a loop or a collective
-reads and writes arrays in memory. Elementwise operations are fused into these, unless one of these
-reads the result. Equal elementwise operations are computed once, and a matmul adds in place.
+The model of XLA's compiler: a matmul, a kernel, a loop or a collective reads and writes arrays in
+memory. Elementwise operations are fused into these, unless one of these reads the result. Equal
+elementwise operations are computed once, and a matmul adds in place. The order of the operations is
+the one of three that needs the least memory: in TF32 it computes the weights' gradients last, and
+keeps the transposed copies for them.
 """
 
 import collections
 import dataclasses
+import heapq
 import math
 from collections.abc import Callable
 from typing import Any
@@ -40,6 +43,27 @@ class _Operation:
     results: list[_Array]
     temporary: int = 0
     aliases: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def reads(self, used: set[_Array]) -> list[_Array]:
+        """Return the operands of the used results."""
+        if self.name != "alias":
+            return self.operands
+        pairs = zip(self.operands, self.results, strict=True)
+        return [x for x, result in pairs if result in used]
+
+
+@dataclasses.dataclass(eq=False)
+class _Launch:
+    operation: _Operation
+    read: dict[_Array, None]
+    """Arrays in memory, an ordered set."""
+    after: dict[_Array, None]
+    """Arrays computed earlier: those read, and those of a barrier."""
+    reusable: set[_Array]
+    """Arrays whose memory a result can have, if the operation is their last reader."""
+
+    def arrays(self) -> list[_Array]:
+        return [*self.operation.results, *self.read]
 
 
 def bytes_of(x: Any) -> int:
@@ -101,12 +125,11 @@ class _Program:
         if name in ("scan", "while"):
             return self._add(eqn, operands, self._of_loop(inner or params["body_jaxpr"]))
         if inner is not None and name not in ("pallas_call", "mpmd_map", "run_state"):
+            if params.get("differentiated") and params["prevent_cse"]:
+                operands = self._alias(operands)  # a barrier: recompute in the backward pass
             return self.inline(inner, operands)
         if name in _ALIASES:
-            results = [_Array(x.bytes) for x in operands]
-            for x, y in zip(operands, results, strict=True):
-                self._operations.append(_Operation("alias", [x], [y]))
-            return results
+            return self._alias(operands)
         if name not in _FUSED:
             return self._add(eqn, operands)
         ids = tuple(
@@ -118,6 +141,11 @@ class _Program:
             # The operands are kept, so that no other array gets their ids.
             self._computed[key] = self._add(eqn, operands), operands
         return self._computed[key][0]
+
+    def _alias(self, operands: list[_Array]) -> list[_Array]:
+        results = [_Array(x.bytes, x.platform) for x in operands]
+        self._operations.append(_Operation("alias", operands, results))
+        return results
 
     def _add(self, eqn: Any, operands: list[_Array], temporary: int = 0) -> list[_Array]:
         results = [_Array(self._size(var.aval)) for var in eqn.outvars]
@@ -134,55 +162,35 @@ class _Program:
 
     def temporaries(self, arguments: set[_Array], results: list[_Array]) -> int:
         """Return the largest number of bytes alive, without arguments and results: results are
-        written to arguments."""
+        written to arguments. As XLA does, select the best of three orders of the launches."""
         launches, memory = self._launches(arguments, results)
-        outputs = {x for result in results for x in memory.get(result, ())}
-        last = {
-            x: i
-            for i, (operation, read) in enumerate(launches)
-            for x in (*operation.results, *read)
-        }
-        now = most = 0
-        ends = collections.defaultdict(set)
-        for x, i in last.items():
-            if x not in arguments and x not in outputs:
-                ends[i].add(x)
-        for i, (operation, _) in enumerate(launches):
-            dead = ends[i] - {*operation.results}
-            given = {
-                x
-                for k, j in operation.aliases.items()
-                for x in memory.get(operation.operands[k], ())
-                if x.bytes == operation.results[j].bytes
-            }
-            early = dead if operation.name in _FUSED else dead & given
-            now -= sum(x.bytes for x in early)
-            now += sum(x.bytes for x in operation.results if x not in outputs)
-            most = max(most, now + operation.temporary)
-            now -= sum(x.bytes for x in ends[i] - early)
-        return most
+        outputs = [y for x in results for y in memory.get(x, ())]
+        kept = arguments | {*outputs}
+        return min(_most(order, kept) for order in _orders(launches, outputs, kept))
 
     def _launches(self, arguments, results):
-        """Return the operations that write to memory with the arrays that each reads, and the
-        arrays in memory from which each array is computed."""
+        """Return the operations that write to memory, and the arrays in memory from which each
+        array is computed."""
         used, live = {*results}, []
         for operation in reversed(self._operations):
             if not used.isdisjoint(operation.results):
                 live.append(operation)
-                used.update(operation.operands)
+                used.update(operation.reads(used))
         needed, by_matmul = {*results}, set()
         for operation in live:
-            if operation.name == "alias":
-                needed.update(operation.operands if operation.results[0] in needed else ())
-            elif operation.name not in _FUSED:
-                needed.update(operation.operands)
+            if operation.name == "alias" or operation.name not in _FUSED:
+                needed.update(operation.reads(needed))
         readers = collections.Counter(x for operation in live for x in {*operation.operands})
-        memory: dict[_Array, set[_Array]] = {x: {x} for x in arguments}
+        memory: dict[_Array, dict[_Array, None]] = {x: {x: None} for x in arguments}
+        waits: dict[_Array, dict[_Array, None]] = {}  # for arrays, because of barriers
         launches = []
         for operation in reversed(live):
-            read = {y for x in operation.operands for y in memory.get(x, ())}
+            read = {y: None for x in operation.operands for y in memory.get(x, ())}
+            wait = {y: None for x in operation.operands for y in waits.get(x, ())}
             if operation.name == "alias":
-                memory[operation.results[0]] = read
+                barrier = len(operation.operands) > 1  # every result waits for all operands
+                for x, y in zip(operation.operands, operation.results, strict=True):
+                    memory[y], waits[y] = memory.get(x, {}), read | wait if barrier else wait
                 continue
             if operation.name == "dot_general":
                 by_matmul.update(operation.results)
@@ -194,10 +202,107 @@ class _Program:
                     x in by_matmul and readers[x] == 1 for x in operation.operands
                 )
                 # A second read of the operands may cost more than the result's memory.
-                costly = len(read) > 1 and traffic * times > traffic + own * (1 + times)
+                costly = len(read) > 1 and traffic * times > traffic + own * times
                 if not (adds or costly or not needed.isdisjoint(operation.results)):
                     memory |= dict.fromkeys(operation.results, read)
+                    waits |= dict.fromkeys(operation.results, wait)
                     continue
-            memory |= {x: {x} for x in operation.results}
-            launches.append((operation, read))
+            reusable = {
+                x
+                for k, j in operation.aliases.items()
+                for x in memory.get(operation.operands[k], ())
+                if x.bytes == operation.results[j].bytes
+            }
+            if operation.name in _FUSED:
+                reusable = {*read}
+            memory |= {x: {x: None} for x in operation.results}
+            launches.append(_Launch(operation, read, read | wait, reusable))
         return launches, memory
+
+
+def _orders(launches: list[_Launch], outputs: list[_Array], kept: set[_Array]):
+    """Yield the launches in the orders of XLA's memory schedulers."""
+    producer = {x: launch for launch in launches for x in launch.operation.results}
+
+    def producers(arrays):
+        return [*dict.fromkeys(producer[x] for x in arrays if x in producer)]
+
+    before = {launch: producers(launch.after) for launch in launches}
+
+    def depth_first(key):
+        done, stack = {}, sorted(producers(outputs), key=key)[::-1]
+        while stack:
+            missing = [x for x in before[stack[-1]] if x not in done]
+            stack += sorted(missing, key=key)[::-1]
+            if not missing:
+                done[stack.pop()] = None
+        return [*done]
+
+    as_written = depth_first(lambda _: 0)
+    yield as_written
+    # Operands with the most users and bytes first. XLA limits both sums, which count an array once
+    # for each path from it.
+    users = collections.Counter(x for operands in before.values() for x in operands)
+    rank, so_far = {}, 0
+    for launch in as_written:
+        own = sum(x.bytes for x in launch.operation.results)
+        so_far += own
+        more, size = (sum(rank[x][i] for x in before[launch]) for i in (0, 1))
+        more = min(max(users[launch] - 1, 0) + more, len(launches))
+        rank[launch] = more, min(own + size, so_far)
+    yield depth_first(lambda x: (-rank[x][0], -rank[x][1]))
+    yield _greedy(launches, before, kept)
+
+
+def _greedy(launches, before, kept):
+    """Return the launches, of those possible always the one that frees the most bytes."""
+    readers, after = collections.defaultdict(set), collections.defaultdict(list)
+    for launch in launches:
+        for x in launch.read:
+            readers[x].add(launch)
+        for x in before[launch]:
+            after[x].append(launch)
+    missing = {launch: len(before[launch]) for launch in launches}
+    number = {launch: i for i, launch in enumerate(launches)}
+    queue, done = [], {}
+
+    def push(launch):
+        own = sum(x.bytes for x in launch.operation.results if x not in kept)
+        free = sum(x.bytes for x in launch.read if x not in kept and len(readers[x]) == 1)
+        heapq.heappush(queue, (own - free, -len(after[launch]), number[launch]))
+
+    for launch in launches:
+        if not missing[launch]:
+            push(launch)
+    while queue:
+        launch = launches[heapq.heappop(queue)[-1]]
+        if launch in done:
+            continue
+        done[launch] = None
+        for x in launch.read:
+            readers[x].discard(launch)
+            for last in readers[x] if len(readers[x]) == 1 else ():
+                if not missing[last]:
+                    push(last)
+        for x in after[launch]:
+            missing[x] -= 1
+            if not missing[x]:
+                push(x)
+    return [*done]
+
+
+def _most(launches, kept):
+    """Return the largest number of bytes alive at a time, without the kept arrays."""
+    last = {x: i for i, launch in enumerate(launches) for x in launch.arrays()}
+    ends = collections.defaultdict(set)
+    for x, i in last.items():
+        if x not in kept:
+            ends[i].add(x)
+    now = most = 0
+    for i, launch in enumerate(launches):
+        early = ends[i] & launch.reusable
+        now -= sum(x.bytes for x in early)
+        now += sum(x.bytes for x in launch.operation.results if x not in kept)
+        most = max(most, now + launch.operation.temporary)
+        now -= sum(x.bytes for x in ends[i] - early)
+    return most
