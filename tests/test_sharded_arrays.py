@@ -6,6 +6,7 @@ shapes of the launches, and all collectives.
 """
 
 import dataclasses
+import importlib.util
 import os
 import re
 import subprocess
@@ -23,7 +24,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import pallas_kernels as pk
 from pallas_kernels import _dispatch
-from pallas_kernels._partition import Rule, overwriting, sharded
+from pallas_kernels._partition import Rule, digest, overwriting, sharded
+from pallas_kernels.extend import triton_call
 
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
 P, WHOLE = PartitionSpec, PartitionSpec()
@@ -395,3 +397,65 @@ def test_sums_need_the_names_of_all_axes(triton_on_cpu):
         jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((8, V)))
         assert pk.select("layer_norm", channels=V, arrays=jnp.ones((8, V))) == "triton"
     assert {*chosen} == {"xla"}
+
+
+SECOND_PROCESS = """
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from pallas_kernels.extend import Rule, looped
+
+folder, factor = sys.argv[1], float(sys.argv[2])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_compilation_cache_dir", folder)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
+x = jax.device_put(jnp.ones((4, 8)), NamedSharding(jax.make_mesh((2,), ("devices",)),
+                                                   PartitionSpec("devices")))
+events = []
+jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
+f = jax.jit(looped("scaled", lambda x: factor * x, rule=Rule("n c -> n c", over="n")))
+events.clear()
+y = f(x)
+hits = events.count("/jax/compilation_cache/cache_hits")
+print(y.sum(), hits)
+"""
+
+
+def test_another_process_reads_the_executable_from_jaxs_cache(tmp_path):
+    """Unless the kernel is another one: the pointer of its rule is not part of the key."""
+
+    def run(factor):
+        command = [sys.executable, "-c", SECOND_PROCESS, str(tmp_path), factor]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return done.stdout.split()
+
+    assert [run("2"), run("2"), run("3")] == [["64.0", "0"], ["64.0", "1"], ["96.0", "0"]]
+
+
+def test_digests_of_triton_kernels(tmp_path):
+    """The jaxprs of two functions of one name and module are equal, except for addresses."""
+    source = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def kernel(x, out, N: tl.constexpr):
+    offsets = tl.arange(0, N)
+    tl.store(out + offsets, tl.load(x + offsets) * FACTOR)
+"""
+
+    def jaxpr(factor):
+        (path := tmp_path / f"{factor}.py").write_text(source.replace("FACTOR", factor))
+        spec = importlib.util.spec_from_file_location("kernels_of_a_user", path)
+        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+        out = [jax.ShapeDtypeStruct((8,), jnp.float32)]
+        call = jax.jit(lambda x: triton_call(module.kernel, x, out=out, grid=(1,), N=8))
+        return jax.make_jaxpr(call)(jnp.ones(8))
+
+    two, again, three = (digest(jaxpr(x), Rule("n -> n", "n")) for x in ("2", "2", "3"))
+    assert two == again != three
