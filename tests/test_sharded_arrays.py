@@ -95,6 +95,11 @@ def sample(logits):
     return pk.sample_token(logits, uniform, filters, implementation="triton")
 
 
+def head(x, w):
+    targets = jnp.zeros(len(x), jnp.int32)
+    return pk.linear_cross_entropy(x, w, targets, implementation="fused")
+
+
 def on_triton(f, **options):
     return lambda *args: f(*args, implementation="triton", **options)
 
@@ -143,6 +148,8 @@ CASES = {
     ),
     "rotary_qkv": Case(rotary, [((B, T, 3 * H * D), FIRST)]),
     "fused_classifier": Case(losses, [((B * T, V), FIRST)]),
+    # tests/test_lm_head_sharded.py has the gradients, and shards of the vocabulary.
+    "linear_cross_entropy": Case(head, [((B * T, C), FIRST), ((V, C), WHOLE)], results=FIRST),
     "transpose_copy": Case(on_triton(pk.transpose_copy), [((B, 64, V), FIRST)]),
     "transpose_copy over columns": Case(on_triton(pk.transpose_copy), [((64, V), SECOND)]),
     "linear_gelu": Case(
