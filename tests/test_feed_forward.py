@@ -429,6 +429,14 @@ def test_widths_lower_for_an_h200(width, out, kernels):
     assert lower_for_h200(f, *arrays).count("custom_call @mosaic_gpu") == kernels
 
 
+def test_gpt2_xl_in_fp8_lowers_for_an_h200():
+    """1,600 inputs are no multiple of 128: steps of 64 numbers."""
+    sizes = ((4096, 1600), (1600, 6400), (6400,), (6400, 1600))
+    f = functools.partial(loss, f=mlp, numerics="fp8", implementation="mosaic")
+    text = lower_for_h200(jax.grad(f, (0, 1, 2, 3)), *shapes(BF16, *sizes))
+    assert text.count("custom_call @mosaic_gpu") == 2
+
+
 # ---------------------------------------------------------------------------------------------- GPU
 
 # In TF32 whole 16 bytes: with others cuBLAS need not take the tensor cores on both sides.

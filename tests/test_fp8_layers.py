@@ -318,8 +318,8 @@ def test_transposes_beside_the_text_of_a_kernel():
 @pytest.mark.parametrize(
     "name, backend, sizes",
     [
-        ("mlp", "triton", (1024, 1600, 6400)),
-        ("swiglu", "triton", (2048, 768, 2432)),
+        *(("mlp", backend, (1024, 1600, 6400)) for backend in ("mosaic", "triton")),
+        *(("swiglu", backend, (2048, 768, 2432)) for backend in ("mosaic", "triton")),
         *(("relu_squared", backend, (2048, 768, 3072)) for backend in ("mosaic", "triton", "xla")),
     ],
 )

@@ -122,6 +122,19 @@ def test_lowers_for_an_h200():
     assert text.count("@forward_kernel") == text.count("@backward_kernel") == 1
 
 
+@pytest.mark.parametrize("numerics", ["bf16", "fp8"])
+def test_mosaic_lowers_for_an_h200(numerics):
+    """Mosaic computes two of the six matmuls, at the widths of both Llama presets."""
+    for rows, i, f in ((4096, 768, 2432), (16384, 2048, 8192)):
+        shapes = ((rows, i), jnp.bfloat16), *[((i, f), jnp.float32)] * 2, ((f, i), jnp.float32)
+        run = functools.partial(swiglu, numerics=numerics, implementation="mosaic")
+        loss = lambda *a, run=run: run(*a).astype(jnp.float32).sum()
+        step = jax.value_and_grad(loss, (0, 1, 2, 3))
+        text = lower_for_h200(step, *(jax.ShapeDtypeStruct(*shape) for shape in shapes))
+        assert text.count("custom_call @mosaic_gpu") == 2
+        assert text.count("stablehlo.dot_general") == 4
+
+
 def test_several_matrices_in_one_matmul():
     """`linear` of a tuple equals `linear` of the matrices side by side."""
     rng = np.random.default_rng(1)
@@ -155,6 +168,18 @@ HALVES = [jnp.bfloat16, jnp.float16]
 )
 def test_triton_on_the_gpu(dtype, shape):
     compare("triton", arrays(*shape, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "dtype, shape",
+    [
+        (jnp.bfloat16, ((4096,), 768, 2432, 768)),  # llama3-124m; the last tiles are cut
+        (jnp.float16, ((2, 512), 2048, 8192, 2048)),  # llama3-1b
+    ],
+)
+def test_mosaic_on_the_gpu(dtype, shape):
+    compare("mosaic", arrays(*shape, dtype))
 
 
 @pytest.mark.gpu

@@ -256,6 +256,7 @@ def with_gradients(f):
 MOSAIC = {"implementation": "mosaic"}
 # 256 rows on each of 8 GPUs.
 WIDE = [((8, 256, 128), FIRST), ((128, 384), WHOLE), ((384,), WHOLE), ((384, 128), WHOLE)]
+GATED = [WIDE[0], WIDE[1], WIDE[1], WIDE[3]]
 ON_MOSAIC = {
     "attention": Case(partial(pk.flash_attention, **MOSAIC), [((B, 256, 4, 64), HEADS)] * 3),
     "grouped attention": Case(
@@ -265,6 +266,10 @@ ON_MOSAIC = {
     "xxt": Case(partial(pk.xxt, **MOSAIC), [((4, 256, 512), FIRST)]),
     "linear_gelu": Case(partial(pk.linear_gelu, **MOSAIC), WIDE[:3], (128 * 384, 384)),
     "mlp": Case(partial(pk.mlp, **MOSAIC), WIDE, (128 * 384, 384, 384 * 128)),
+    "swiglu": Case(partial(pk.swiglu, **MOSAIC), GATED, (128 * 768, 384 * 128)),
+    "swiglu in FP8": Case(
+        partial(pk.swiglu, numerics="fp8", **MOSAIC), GATED, (128 * 768, 384 * 128, 1)
+    ),
     "mlp in FP8": Case(
         partial(pk.mlp, numerics="fp8", **MOSAIC), WIDE, (128 * 384, 384, 384 * 128, 1)
     ),

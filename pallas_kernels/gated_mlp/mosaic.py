@@ -73,7 +73,7 @@ def why_not(m: int, inputs: int, hidden: int, outputs: int, itemsize: int) -> st
     return (
         f"has no tiles for {m} rows, {inputs} inputs, {hidden} hidden channels and {outputs} "
         f"outputs: needs rows a multiple of {rows}, inputs and outputs a "
-        f"multiple of {mosaic.DEPTH_BYTES // itemsize}, and hidden channels a multiple of {BLOCK} "
+        f"multiple of {forward.depth(itemsize)}, and hidden channels a multiple of {BLOCK} "
         f"a little below a multiple of {backward.columns}"
     )
 
