@@ -75,11 +75,11 @@ def test_every_document_comes_back_once_in_order_with_an_eot_before_it(texts, tm
         assert info["sha256"] == info["sample"] == digest.hexdigest()
 
 
-def test_the_tokens_depend_neither_on_shards_nor_on_workers(texts, tmp_path, monkeypatch):
+def test_the_tokens_depend_neither_on_shards_nor_on_pieces(texts, tmp_path, monkeypatch):
     whole = prepare_texts(texts[0], tmp_path / "data", name="whole")
     monkeypatch.setattr(module, "_PIECE_CHARACTERS", 500)
     monkeypatch.setattr(module, "_PIECES_AT_ONCE", 3)
-    made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=1000, workers=7)
+    made = prepare_texts(texts[0], tmp_path / "data", shard_tokens=1000)
     assert len(list(made.glob("*_train_*.bin"))) > 20 and len(list(made.glob("*_val_*.bin"))) > 1
     for split in ("train", "val"):
         np.testing.assert_array_equal(tokens_of(made, split), tokens_of(whole, split))
@@ -185,7 +185,7 @@ def test_byte_order_marks_are_not_tokenized(tmp_path, count):
 def test_a_prepared_dataset_is_kept_unless_overwritten(texts, tmp_path):
     made, lines = prepare_texts(texts[0], tmp_path / "data"), []
     before = (made / "dataset.json").stat().st_mtime_ns
-    prepare_texts(texts[0], tmp_path / "data", lines.append, workers=1)
+    prepare_texts(texts[0], tmp_path / "data", lines.append)
     assert len(lines) == 1 and "already prepared; --overwrite" in lines[0]
     (texts[0] / "00.txt").write_text("DOCUMENT 0")
     for options in ({"seed": 3}, {"val_fraction": 0.5}, {"shard_tokens": 9000}, {"text": "00.txt"}):
@@ -226,8 +226,7 @@ def test_a_folder_that_is_not_ours_is_never_touched(texts, tmp_path):
     [
         ({"val_fraction": 0.0}, "val-fraction between 0 and 1, .* found 0.0, "),
         ({"val_fraction": 1.0}, "found 1.0"),
-        ({"shard_tokens": 1}, "shard-tokens in 2..2147483647, .*, 1, None and 0"),
-        ({"workers": 0}, "workers of at least 1 .*, 0 and 0"),
+        ({"shard_tokens": 1}, "shard-tokens in 2..2147483647 .*, 1 and 0"),
         ({"seed": -1}, "seed of at least 0, .* and -1"),
         ({"name": "a/b"}, "expected a plain folder name .* found 'a/b'"),
         ({"name": ".hidden"}, "found '.hidden'"),

@@ -166,6 +166,8 @@ def run(options: Sample) -> None:
     """
     import jax
 
+    from gptjax.training import memory
+
     options.check()
     prompts = options.prompts()
     used = options.select_devices(lambda note: print(printable(note), file=sys.stderr))
@@ -177,7 +179,7 @@ def run(options: Sample) -> None:
         path = shlex.quote(str(options.path))
         hint(f"gptjax evaluate {path} --task bits-per-byte", piped=False)
     except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
+        if not memory.is_full(error):
             raise
         raise ConfigError(
             "out of device memory: lower --batch-size or --max-new-tokens, free the device, or set "

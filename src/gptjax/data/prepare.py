@@ -60,8 +60,6 @@ class Options:
     document."""
     shard_tokens: int = 100_000_000
     """Tokens in a shard. The last shard of a split holds the rest."""
-    workers: int | None = None
-    """Tokenizing threads. None: one for each CPU core."""
     seed: int = 0
     """Seed of the choice of validation documents."""
     overwrite: bool = False
@@ -111,12 +109,10 @@ def prepare_corpus(
         TokenizerError: the tokenizer.json cannot be used.
     """
     o, most = options, MAX_TOKENS
-    sizes = 0 < o.val_fraction < 1 and 2 <= o.shard_tokens <= most
-    if not sizes or o.seed < 0 or (o.workers is not None and o.workers < 1):
+    if not (0 < o.val_fraction < 1 and 2 <= o.shard_tokens <= most and o.seed >= 0):
         raise PrepareError(
-            f"expected val-fraction between 0 and 1, shard-tokens in 2..{most}, workers of at "
-            f"least 1 and seed of at least 0, found {o.val_fraction}, {o.shard_tokens}, "
-            f"{o.workers} and {o.seed}"
+            f"expected val-fraction between 0 and 1, shard-tokens in 2..{most} and seed of at "
+            f"least 0, found {o.val_fraction}, {o.shard_tokens} and {o.seed}"
         )
     tokenizer, note = choose_tokenizer(options.tokenizer, options.eot)
     if note:
@@ -331,7 +327,7 @@ def _write_shards(
     log: Callable[[str], object],
 ) -> tuple[Files, Files]:
     """Tokenize a corpus to shards in `folder`. Return the training and the validation files."""
-    sizes, workers = corpus.measure and corpus.measure(), options.workers or os.cpu_count() or 1
+    sizes = corpus.measure and corpus.measure()
     total = "" if sizes is None else f" of {sizes.sum() / 1e6:,.0f} MB of text"
     done, logged = 0, time.monotonic()
     how = (options.shard_tokens, corpus.masked, tokenizer.vocab_size)
@@ -341,7 +337,7 @@ def _write_shards(
     )
     pieces = _pieces(corpus, sizes, options, _can_cut(tokenizer))
     for batch in itertools.batched(pieces, _PIECES_AT_ONCE):
-        encoded = tokenizer.encode_batch([piece.text for piece in batch], workers=workers)
+        encoded = tokenizer.encode_batch([piece.text for piece in batch])
         for piece, tokens in zip(batch, encoded, strict=True):
             if piece.first:
                 begin = np.array([tokenizer.eot, *tokenizer.prefix], tokens.dtype)

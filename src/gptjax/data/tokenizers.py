@@ -96,7 +96,7 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(_valid(text).encode(), np.uint8).astype(np.uint16)
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
@@ -124,9 +124,9 @@ class GPT2Tokenizer(Tokenizer):
         # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
         return np.array(self._bpe.encode_ordinary(text), dtype=np.uint16)
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
-        """Return `encode` of each text, from `workers` threads."""
-        ids = self._bpe.encode_ordinary_batch(list(texts), num_threads=workers)
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text, from a thread for each CPU core."""
+        ids = self._bpe.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
         return [np.array(each, dtype=np.uint16) for each in ids]
 
     def token_bytes(self) -> list[bytes]:
@@ -223,8 +223,8 @@ class JsonTokenizer(Tokenizer):
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
-    def encode_batch(self, texts: Sequence[str], *, workers: int = 8) -> list[np.ndarray]:
-        """Return `encode` of each text. RAYON_NUM_THREADS sets the threads, not `workers`."""
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Return `encode` of each text. RAYON_NUM_THREADS sets the number of threads."""
         texts = [_valid(text) for text in texts]
         found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=self._dtype) for each in found]
