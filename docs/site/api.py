@@ -119,7 +119,8 @@ def body(item: griffe.Object) -> str:
         elif kind == "admonition" and section.title == "Example":
             parts += ["**Example**", f"```python\n{section.value.contents}\n```"]
         elif kind == "admonition":
-            rows = re.sub(r"^(?=\S)", "- ", section.value.contents, flags=re.MULTILINE)
+            text = RST_LINK.sub(r"[\1](\2)", section.value.contents)
+            rows = re.sub(r"^(?=\S)", "- ", text, flags=re.MULTILINE)
             parts.append(f"**{section.title}**\n\n{rows}")
         elif kind == "examples":
             parts.append("**Examples**")
