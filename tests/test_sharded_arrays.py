@@ -270,6 +270,11 @@ ON_MOSAIC = {
     "swiglu in FP8": Case(
         partial(pk.swiglu, numerics="fp8", **MOSAIC), GATED, (128 * 768, 384 * 128, 1)
     ),
+    "projected attention in FP8": Case(
+        lambda x, w, b: pk.projected_attention(x, w / 28, b, heads=12, numerics="fp8", **MOSAIC),
+        [((8, 256, 768), FIRST), ((768, 2304), WHOLE), ((2304,), WHOLE)],
+        (768 * 2304, 768, 768, 1),
+    ),
     "mlp in FP8": Case(
         partial(pk.mlp, numerics="fp8", **MOSAIC), WIDE, (128 * 384, 384, 384 * 128, 1)
     ),

@@ -80,6 +80,7 @@ def backward(
     total, sms = batch * key_heads, _mosaic.num_sms()
     if whole_heads is None:
         whole_heads = options.deterministic or whole_heads_are_faster(total, keys, sms)
+        whole_heads |= fp8_scale is not None  # a shard may have too few heads for the estimate
     assert fp8_scale is None or (whole_heads and length % KEYS == 0 and len(operands) == 1)
     blocks = min(sms, total if whole_heads else total * pl.cdiv(keys, KEYS))
     shape = (length, keys, key_heads, heads // key_heads, head_dim)

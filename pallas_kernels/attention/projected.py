@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import _calls, _dispatch
-from pallas_kernels._partition import Rule
+from pallas_kernels._partition import Rule, automatic
 from pallas_kernels._types import Array, Float
 from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
@@ -94,8 +94,11 @@ def projected_attention(
         precision=numerics.plain.precision,
     )
     if backend == "mosaic":
-        args = x_BTC, separate(given)[1], w_CO, b_O, heads, numerics
-        return numerics.call("projected_attention", _projected, *args)
+
+        def call(*arrays):
+            return numerics.call("projected_attention", _projected, *arrays, heads, numerics)
+
+        return automatic(call, x_BTC)(x_BTC, separate(given)[1], w_CO, b_O)
     named = "reference" if backend == "reference" else "auto"
     qkv_BTO = checked_linear("projected_attention", given, w_CO, b_O, named, numerics)
     qkv_BT3HD = qkv_BTO.reshape(*x_BTC.shape[:2], 3, heads, head_dim)
@@ -164,8 +167,10 @@ def _attention_backward(*arrays):
         return mosaic_backward.backward(*args, **how, fp8_scale=fp8_scale)
 
     given = "b t z h d, b h t, b t h d, b t h d"
-    # In FP8 the results have other layouts, and are for one device: see `_projected_backward`.
-    rule = None if len(arrays) > 4 else Rule(f"{given} -> b t z h d, h d, h d", "b h")
+    results = "h d, h d"
+    if len(arrays) > 4:
+        given, results = f"{given}, ", f"z h d b t, {results}"
+    rule = Rule(f"{given} -> b t z h d, {results}", "b h")
     return _calls.looped("projected_attention", kernel, rule=rule)(*arrays)
 
 
