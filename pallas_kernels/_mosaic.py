@@ -102,13 +102,9 @@ class Ring:
         def _(n):
             self.wait_released(self.slot(n))
 
-    def drain_unrolled(self, fills, begun: int = 0) -> None:
-        """`drain` without a loop.
-
-        Args:
-            begun: number of slots, from that of fill `fills` on, that were waited for already.
-        """
-        for extra in range(begun, self.slots):
+    def drain_unrolled(self, fills) -> None:
+        """`drain` without a loop."""
+        for extra in range(self.slots):
             self.wait_empty(fills + extra)
 
 

@@ -31,10 +31,11 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 | `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
 | `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
 | `ds_full` | score_stages | 2 | multiplying warpgroups, after dS | both warpgroups, before dQ |
-| `ds_empty` | score_stages | 2 | multiplying warpgroups, after dQ | both warpgroups, before dS |
+| `ds_empty` | 1 | 2 | multiplying warpgroups, after dQ | both warpgroups, before dS |
 | `sums_full` | 2 | 1 | the copy of the sums of dQ | the warpgroup that started the copy |
 
-`sums_full` is used with whole heads only.
+`sums_full` exists with whole heads only, `ds_empty` only with one tile of dS. Of two tiles, the one
+to be stored is free: after its matmuls ended, each warpgroup has arrived on the other's `ds_full`.
 
 The instructions are ordered so that the compiled code keeps the tensor cores busy: ptxas reports
 waits for matmuls, and spills.
@@ -166,7 +167,9 @@ def scratch_types(sizes: Sizes, fp8: bool) -> Scratch:
         k_full=plgpu.Barrier(num_arrivals=2, num_barriers=key_stages),
         k_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=key_stages),
         ds_full=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
-        ds_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
+        ds_empty=None
+        if score_stages > 1
+        else plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=1),
         sums_full=plgpu.Barrier(num_barriers=MULTIPLIERS),
     )
 
@@ -334,10 +337,7 @@ class Block:
         plgpu.set_max_registers(240, action="increase")
         mine = pl.ds(self.me * HALF, HALF)
         fill_columns(self.scratch.columns.at[self.me])
-        fills = lax.fori_loop(
-            0, self.items, functools.partial(self.one_item, mine=mine), jnp.int32(0)
-        )
-        self.ds_ring.drain_unrolled(fills, begun=1)
+        lax.fori_loop(0, self.items, functools.partial(self.one_item, mine=mine), jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
     def one_item(self, x, fills, mine):
@@ -367,12 +367,16 @@ class Block:
         shape = plgpu.ACC((HALF, self.sizes.queries), jnp.float32)
         ds = pl.run_scoped(functools.partial(self.scores_and_dv, item, step, dv_acc), shape, shape)
         ds_slot = self.ds_ring.slot(step.fill)
+        if self.scratch.ds_empty is not None:
+            # 0. If ptxas knows that, it keeps each address in a register, and spills registers.
+            ds_slot = lax.shift_right_logical(step.fill, jnp.int32(30))
         self.share_ds(item, step, ds_slot, ds)
         dq = pl.run_scoped(
             lambda dq_acc: self.dq_and_dk(item, step, ds_slot, ds, dq_acc, dk_acc),
             plgpu.ACC((HALF, HALF), jnp.float32),
         )
-        self.ds_ring.release(ds_slot)
+        if self.scratch.ds_empty is not None:
+            self.ds_ring.release(ds_slot)
         if self.sizes.whole_heads:
             pl.when(~step.ends)(lambda: self.add_to_sums(step, dq))
             pl.when(step.ends)(lambda: self.finish_dq(item, step, dq))
@@ -428,7 +432,7 @@ class Block:
 
     def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
         """Compute S, dP, P and dS, and issue the matmul for dV. Return dS."""
-        self.start_scores(item, step, s_acc, dp_acc)
+        lse = self.start_scores(item, step, s_acc, dp_acc)
         if self.sizes.whole_heads:
 
             @pl.when(step.ends & ~step.starts)
@@ -440,31 +444,37 @@ class Block:
                     step.sums, self.scratch.sums.at[self.me], self.scratch.sums_full.at[self.me]
                 )
 
-        p, slope = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1))
+        p, slope = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse)
         plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         return (slope.astype(jnp.float32) * dp).astype(self.sizes.dtype)
 
-    def start_scores(self, item, step, s_acc, dp_acc) -> None:
-        """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D."""
+    def start_scores(self, item, step, s_acc, dp_acc):
+        """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D. Return log₂e·L, or None if it does
+        not fit into the registers."""
         scratch = self.scratch
         # The accumulator of dP − D begins with −D. Set it before S is issued: set afterwards, the
         # compiler waits for S.
         dp_acc[...] = self.along_columns(step, 1)
+        # During the matmuls, which read shared memory, this load takes 500 cycles (H100).
+        lse = None if self.sizes.head_dim == HALF else self.along_columns(step, 0)
         keys, values = scratch.k.at[step.k_slot, item.mine], scratch.v.at[step.k_slot, item.mine]
         plgpu.wgmma(s_acc, keys, scratch.q.at[step.slot].transpose((1, 0)))
         plgpu.wgmma(dp_acc, values, scratch.dout.at[step.slot].transpose((1, 0)))
+        return lse
 
-    def softmax(self, item, step, s):
+    def softmax(self, item, step, s, lse):
         """Return P, and the factor P, or P ∘ (1 − X²), of dS; both rounded.
 
         dS uses the rounded P, which saves registers: the matmul for dV can be issued right after
         the softmax. Since dV needs P, the compiler keeps the exponentials before the wait for dP.
         The optimization barrier prevents rounding of the numbers one by one.
         """
+        if lse is None:
+            lse = self.along_columns(step, 0)
         softcap, scale, hidden = self.sizes.options.softcap, self.sizes.options.scale, -jnp.inf
         if softcap is None:
-            logits = s * jnp.float32(scale * LOG2_E) - self.along_columns(step, 0)
+            logits = s * jnp.float32(scale * LOG2_E) - lse
         else:  # The square of the replacement is finite, so that 0 · (1 − X²) is 0.
             logits, hidden = jnp.tanh(s * jnp.float32(scale / softcap)), -1e18
         query = self.sizes.options.position(step.query)
@@ -479,7 +489,7 @@ class Block:
         if softcap is None:
             p = lax.optimization_barrier(jnp.exp2(logits).astype(self.sizes.dtype))
             return p, p
-        p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - self.along_columns(step, 0))
+        p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - lse)
         slope = p * (1 - logits * logits)
         return lax.optimization_barrier(
             (p.astype(self.sizes.dtype), slope.astype(self.sizes.dtype))
@@ -498,7 +508,8 @@ class Block:
         pl.when(step.number == 0)(
             lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.sizes.whole_heads)
         )
-        pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
+        if self.scratch.ds_empty is not None:
+            pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
         for part in range(self.sizes.queries // HALF):
             columns = slice(part * HALF, (part + 1) * HALF)
             self.scratch.ds[ds_slot, part, item.mine] = ds[:, columns]
@@ -515,12 +526,13 @@ class Block:
             left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]
         plgpu.wgmma(dq_acc, left.transpose((1, 0)), right)
         plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
+        # Until `scratch.sums` is free for `add_to_sums`, before the wait for dQ.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
     def add_to_sums(self, step, dq) -> None:
         """Add dQ to the sums in global memory, or store dQ if dQ is the first part."""
         sums_smem = self.scratch.sums
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         sums_smem[self.me] = dq
         plgpu.commit_smem()
         to_sums = functools.partial(plgpu.copy_smem_to_gmem, sums_smem.at[self.me], step.sums)
@@ -555,7 +567,8 @@ class Block:
         """
         ds_ring, fill = self.ds_ring, item.fills + item.steps
         ds_slot = ds_ring.slot(fill)
-        ds_ring.wait_empty(fill)
+        if self.scratch.ds_empty is not None:
+            ds_ring.wait_empty(fill)
         part = 0
         for which, result in ((1, dk * jnp.float32(self.sizes.options.scale)), (2, dv)):
             for column in range(0, self.sizes.head_dim, HALF):
