@@ -17,8 +17,8 @@ from gptjax.training.memory import GIB
 
 STEP = Path(__file__).parents[1] / "benchmarks/results/step"
 MEASURED = (
-    "fp32_8 tf32_4 tf32_32 bf16_4 bf16_64_alone recompute_64 fp8_64_torch llama3_1b_16_torch "
-    "devices_bf16_64 fp8_speedrun_stage_5"
+    "fp32_8 tf32_4 tf32_32 recompute_64 fp8_64_torch llama3_1b_16_torch devices_bf16_64 "
+    "fp8_speedrun_stage_5"
 ).split()
 
 
