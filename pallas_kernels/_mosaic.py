@@ -108,7 +108,7 @@ class Ring:
             self.wait_empty(fills + extra)
 
 
-def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
+def schedule(heads: int, costs: list[float], blocks: int, at_once: int | None = None) -> np.ndarray:
     """Return the work items of each thread block of a persistent grid.
 
     Each item is assigned to the thread block with the least work so far. Items of one head run at
@@ -117,12 +117,13 @@ def schedule(heads: int, costs: list[float], blocks: int) -> np.ndarray:
 
     Args:
         costs: costs of the tiles of one head.
+        at_once: number of heads whose data fit into the L2 cache, or None.
 
     Returns:
         An int32 table with one row for each thread block: the number of items, then the items. An
         item is stored as head · tiles + tile.
     """
-    rounds = max(1, heads * len(costs) // (2 * blocks))
+    rounds = max(1, heads * len(costs) // (2 * blocks), pl.cdiv(heads, at_once or heads))
     by_cost = sorted(range(len(costs)), key=lambda tile: -costs[tile])
     lists = [[] for _ in range(blocks)]
     load = [(0.0, block) for block in range(blocks)]

@@ -91,16 +91,17 @@ def test_schedule_gives_each_piece_once_and_equal_shares(heads, costs, blocks):
     assert max(loads) <= 1.02 * sum(costs) * heads / blocks or heads < 768
 
 
-def test_few_heads_are_under_way_together():
+@pytest.mark.parametrize("heads, group, most", [(96, 1, 20), (16, 4, 8)])
+def test_few_heads_are_under_way_together(heads, group, most):
     """Of 96 heads of 4,096 keys, in blocks of 128 on an H200: their dQ in fp32, 2 MB each, has to
-    fit into its L2 cache of 60 MB."""
-    costs = np.array([2.0 * (32 - block) + 1 for block in range(32)])
-    rows = [row[1 : 1 + row[0]] for row in schedule(96, [*costs], 132)]
+    fit into its L2 cache of 60 MB. Of 16 groups of 4 heads, 10 at a time fit with q and dO."""
+    costs = np.array([2.0 * group * (32 - block) + 1 for block in range(32)])
+    rows = [row[1 : 1 + row[0]] for row in schedule(heads, [*costs], 132, at_once=10)]
     ends = [np.cumsum(costs[row % 32]) for row in rows]
     for now in np.linspace(0, max(end[-1] for end in ends), 100, endpoint=False):
         pairs = zip(rows, ends, strict=True)
         under_way = {row[(end <= now).sum()] // 32 for row, end in pairs if end[-1] > now}
-        assert len(under_way) <= 20
+        assert len(under_way) <= most
 
 
 @pytest.mark.parametrize(
