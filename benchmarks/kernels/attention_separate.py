@@ -33,10 +33,11 @@ SHAPES = (
 
 
 def cases() -> list[Case]:
-    return [_case(*shape, both=both) for shape in SHAPES for both in (False, True)]
+    return [case(*shape, both=both) for shape in SHAPES for both in (False, True)]
 
 
-def _case(b, t, h, k, d, window, *, both):
+def case(b, t, h, k, d, window, *, both, rivals=None) -> Case:
+    """Return the case of a shape. `rivals` are more causal attention functions of (q, k, v)."""
     attend = {
         "auto": functools.partial(flash_attention, window=window),
         "cudnn": functools.partial(
@@ -45,6 +46,7 @@ def _case(b, t, h, k, d, window, *, both):
             local_window_size=window and (window - 1, 0),
             implementation="cudnn",
         ),
+        **(rivals or {}),
     }
     passes = "forward and backward" if both else "forward"
     size = f"B={b} T={t} H={h}/{k} D={d} bf16" + (f", window {window}" if window else "")
