@@ -185,7 +185,10 @@ def overview_table(results: Results) -> str:
 
 
 # Results of `bench step`: a row in bf16, or with the head alone in FP8, then a row in FP8.
-FP8_STEPS = ("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_36", "fp8_speedrun_stage_5")
+FP8_STEPS = (
+    *("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_36", "llama3_1b_16_h100"),
+    "fp8_speedrun_stage_5",
+)
 
 
 def fp8_step_table(results: Results) -> str:
