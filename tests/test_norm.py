@@ -95,13 +95,6 @@ def check(norm, implementation, shape, dtype, offset=0.0):
     check_rule(norm.call(implementation), norm.plain, norm.call(), args, seed=1)
 
 
-@pytest.fixture(params=["xla", "triton"])
-def backend(request):
-    if request.param == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    return request.param
-
-
 SHAPES = [
     (16, 64),  # aligned
     (3, 7, 33),  # no access of 16 bytes is aligned; rows are no multiple of a tile

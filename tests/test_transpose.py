@@ -27,13 +27,6 @@ CASES = [
 ]
 
 
-@pytest.fixture(params=["xla", "triton"])
-def backend(request):
-    if request.param == "triton":
-        request.getfixturevalue("triton_on_cpu")
-    return request.param
-
-
 def arrays(shape, dst_dtype, src_dtype, seed=0):
     """dst, src, and a direction for the gradient."""
     rng = np.random.default_rng(seed)
