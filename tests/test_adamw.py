@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from gptjax.optim import adamw, decay_mask
+from gptjax.optim import adamw
 from gptjax.optim.adamw import clip_by_global_norm, global_norm
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
@@ -137,16 +137,3 @@ def test_betas_may_be_arrays():
     injected, plain = optax.inject_hyperparams(adamw)(1e-3, b2=0.9), adamw(1e-3, b2=0.9)
     found, wanted = (jax.jit(tx.update)(g, tx.init(p), p)[0]["w"] for tx in (injected, plain))
     np.testing.assert_allclose(found, wanted, rtol=1e-6)
-
-
-def test_decay_mask_takes_matrices_and_embeddings_alone():
-    params = {
-        "wte": jnp.zeros((4, 2)),
-        "ln": {"scale": jnp.ones(2), "bias": jnp.zeros(2)},
-        "kernel": jnp.zeros((2, 2)),
-    }
-    assert decay_mask(params) == {
-        "wte": True,
-        "ln": {"scale": False, "bias": False},
-        "kernel": True,
-    }
