@@ -319,7 +319,7 @@ def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch
 def test_auto_keeps_its_kernels_where_arrays_may_be_split(monkeypatch):
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
-    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
+    monkeypatch.setattr(_dispatch, "devices_of", lambda *arrays: 2)
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
     assert selected("bfloat16", 1024, 64) == "mosaic" and selected("float32", 1024, 64) == "triton"
 

@@ -283,5 +283,5 @@ def test_auto_takes_a_kernel_also_for_arrays_that_may_be_split(name, monkeypatch
     monkeypatch.setattr(_dispatch, "platform", lambda: "gpu")
     monkeypatch.setattr(_dispatch, "capability", lambda: (9, 0))
     assert (kernel := select(name)) != "xla"
-    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: True)
+    monkeypatch.setattr(_dispatch, "devices_of", lambda *arrays: 2)
     assert select(name) == kernel

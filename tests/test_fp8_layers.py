@@ -197,7 +197,7 @@ def test_a_call_without_a_gradient(name, monkeypatch):
         return select(operation, implementation, **facts)
 
     monkeypatch.setattr(_dispatch, "select", watched)
-    monkeypatch.setattr(_dispatch, "partitioned", lambda *arrays: seen.append(arrays) or False)
+    monkeypatch.setattr(_dispatch, "devices_of", lambda *arrays: seen.append(arrays) or 1)
     call(*args, implementation="xla")
     assert len(jax.tree.leaves(seen[0])) == len(args)
     if name != "projected_attention":  # the projection has its own choice
