@@ -777,34 +777,3 @@ def test_runs_are_equal(name, make, back_end, dtype):
     directions = jax.tree.map(jnp.asarray, drawn(jax.eval_shape(call, *args), 1))
     found = runs_are_equal(gradients_of(call, differentiable), args, directions)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in jax.tree.leaves(found))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(jax.device_count() < 2, reason="needs two NVIDIA GPUs")
-def test_two_gpus():
-    """Arrays on one GPU keep their kernels beside an idle second one; arrays on two, and a
-    shard_map, have the same gradient, by kernels on the shards."""
-    gpus = jax.devices()[:2]
-    example = small("layer_norm", 128, jnp.bfloat16, width=128)
-    args = jax.tree.map(jnp.asarray, drawn(example.shapes))
-    loss = lambda *args: jnp.square(example.call(*args)[0].astype(jnp.float32)).mean()
-    grad = lambda *args: jax.grad(loss, (2, 3))(*args)
-
-    one = jax.device_put(args, gpus[1])
-    lowered = jax.jit(grad).lower(*one)
-    assert "triton" in lowered.as_text()
-    expected = jax.device_get(lowered.compile()(*one))
-
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=gpus)
-    whole, split = (jax.NamedSharding(mesh, jax.P(*axes)) for axes in ((), ("data",)))
-    two = jax.device_put(args, (split, split, whole, whole, whole))
-    sharded = jax.jit(grad).lower(*two).compile()
-    assert "triton" in sharded.as_text() and "all-gather" not in sharded.as_text()
-    specs = {"in_specs": (*[jax.P("data")] * 2, *[jax.P()] * 3), "out_specs": jax.P()}
-    mean_grad = lambda *args: jax.lax.pmean(grad(*args), "data")
-    mapped = jax.jit(jax.shard_map(mean_grad, mesh=mesh, check_vma=False, **specs))
-    assert "triton" in mapped.lower(*two).as_text()
-    found = zip(expected * 2, jax.device_get((*mapped(*two), *sharded(*two))), strict=True)
-    for a, b in found:
-        assert rms(np.float32(a) - np.float32(b)) <= 2e-2 * rms(np.float32(a)) + 1e-6

@@ -90,7 +90,7 @@ def temp_bytes(config, size):
     return jax.jit(step).lower(abstract, tokens).compile().memory_analysis().temp_size_in_bytes
 
 
-def test_recompute_and_chunked_loss_save_memory():
+def test_recompute_saves_memory():
     config = GPT2Config(
         vocab_size=64, padded_vocab_size=64, block_size=128, n_layer=5, n_head=4, n_embd=32
     )
@@ -101,46 +101,21 @@ def test_recompute_and_chunked_loss_save_memory():
     # Of a block's activations (4 heads · 128 scores and 20-odd widths a token) one width is kept,
     # or two.
     assert block < none / 2 and sublayer < none / 2, (none, block, sublayer)
-    wide = dataclasses.replace(config, n_layer=1, vocab_size=8192, padded_vocab_size=8192)
-    whole, chunked = temp_bytes(wide, 4), temp_bytes(dataclasses.replace(wide, loss_chunk=64), 4)
-    assert whole > 4 * 128 * 8192 * 4 > 2 * chunked, (whole, chunked)
 
 
 # ------------------------------------------------------------------------- transformations, devices
 
 
-@pytest.mark.parametrize("devices, where", [(1, "jit"), (2, "jit"), (2, "shard_map")])
-def test_kernels_are_for_arrays_of_one_device(devices, where):
+def test_the_kernels_of_sharded_arrays():
     """Lowered for an H200: where the compiler splits arrays over a mesh, each kernel of ours is in
     a call with a sharding rule; it would gather the arrays of another one."""
     config = config_of(SHAPES["tiny gpt2"], n_layer=1, precision=Precision("tf32"))
     graph, params = split(config)
-    mesh = jax.make_mesh(
-        (devices,),
-        ("data",),
-        axis_types=(jax.sharding.AxisType.Auto,),
-        devices=jax.devices()[:devices],
-    )
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere, by_batch = PartitionSpec(), PartitionSpec("data")
     of = lambda x, spec: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
     tokens = of(jax.ShapeDtypeStruct((4, 64), jnp.int32), by_batch)
     step = jax.grad(lambda params, x: loss_fn(nnx.merge(graph, params), x, x))
-    if where == "shard_map":
-        specs = {"in_specs": (everywhere, by_batch), "out_specs": everywhere}
-        checked, step = (
-            jax.shard_map(step, mesh=mesh, check_vma=check, **specs) for check in (True, False)
-        )
-        with pytest.raises(
-            ValueError,
-            match="fused_classifier: its kernel overwrites an argument.*Pass check_vma=False",
-        ):
-            lower_for_h200(checked, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
     text = lower_for_h200(step, jax.tree.map(lambda x: of(x, everywhere), params), tokens)
-    kernels = set(re.findall(r"custom_call @(\w+)", text)) - {
-        "Sharding",
-        "SPMDFullToShardShape",
-        "SPMDShardToFullShape",
-    }
-    ours = {"norm_forward", "norm_backward", "classifier_kernel", "forward_kernel"}
-    by_compiler = (devices, where) == (2, "jit")
-    assert kernels == {"CustomSPMDPartitioning"} if by_compiler else ours <= kernels, kernels
+    kernels = {*re.findall(r"custom_call @(\w+)", text)}
+    assert kernels - {"Sharding"} == {"CustomSPMDPartitioning"}
