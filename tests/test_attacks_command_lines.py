@@ -30,28 +30,18 @@ config = Config(
 )
 """
 
-# Values, separated by blanks, that each option must refuse; tests/test_config.py has every range.
+# Values, separated by blanks, that each option must refuse: a type of number each.
+# tests/test_config.py has every range, tests/test_models.py the sizes of a model.
 OPTIONS = {
-    "--optimizer.learning-rate": "-1e-3 0 nan inf 1e-46 1e39 fast",
-    "--optimizer.schedule-steps": "-5 0 1.5",
-    "--optimizer.b1": "1.5 1 -0.1 nan",
-    "--optimizer.b2": "1 0.999999999",
-    "--optimizer.momentum": "1 -1",
-    "--optimizer.clip-norm": "-1 0 nan",
-    "--optimizer.skip-loss-z": "-1 0 nan",
-    "--max-steps": "0 -1 many 1e3 99999999999999999999",
+    "--optimizer.learning-rate": "-1e-3 nan fast",
+    "--optimizer.schedule-steps": "0 1.5",
+    "--optimizer.clip-norm": "nan",
+    "--max-steps": "0 many 1e3 99999999999999999999",
     "--sequence-length": "0 -5",
-    "--batch-tokens": "0",
     "--micro-batch": "0",
-    "--seed": "-1 4294967296 0.5",
-    "--val-every": "-1",
-    "--val-tokens": "0 -7",
+    "--seed": "-1 0.5",
     "--device": "tpu",
-    "--model.loss-chunk": "0 -1",
     "--model.n-head": "3 0",
-    "--model.n-layer": "0 -1",
-    "--model.n-embd": "0",
-    "--model.vocab-size": "0",
     "--model.padded-vocab-size": "5",
     "--model.block-size": "8",
     "--modl.n-layer": "3",
@@ -123,17 +113,11 @@ VALID = [
     ["--name", "b]y"],
     ["--name", "with blanks"],
     ["--name", "größe"],
-    ["--optimizer.clip-norm", "None"],
-    ["--optimizer.weight-decay", "0"],
     ["--optimizer", "normuon", "--optimizer.momentum", "0.5"],
-    ["--optimizer", "muon"],
-    ["--optimizer", "adamw"],
-    ["--seed", "4294967295"],
     ["--max_steps", "1"],
     ["--val-tokens", "2147483647"],
     ["--val-every", "0", "--sample-every", "0", "--checkpoint-every", "0"],
     ["--resume", "with_changes"],
-    ["--help"],
 ]
 
 # Bad commands: arguments after a config, and the message.
@@ -235,7 +219,7 @@ def test_command_lines():
     """In a process of its own: the tests' type checker would refuse wrong types in place of the
     config."""
     found = counted(in_a_process(__file__, 0), {"refused", "accepted"})
-    assert found["refused"] > 110 and found["accepted"] == len(VALID)
+    assert found["refused"] > 90 and found["accepted"] == len(VALID)
 
 
 if __name__ == "__main__":
