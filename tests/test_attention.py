@@ -45,9 +45,12 @@ MASKS = [
     SEGMENTS | {"window": 2},
 ]
 DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
+# The dtype changes casts alone: every dtype for one shape and mask.
 CASES = [
-    *((shape, dtype, {}) for shape in SHAPES for dtype in DTYPES),
-    *((ODD, dtype, mask) for mask in MASKS[1:] for dtype in (jnp.float32, jnp.bfloat16)),
+    *((shape, jnp.float32, {}) for shape in SHAPES),
+    *((ODD, dtype, {}) for dtype in DTYPES[1:]),
+    *((ODD, jnp.float32, mask) for mask in MASKS[1:]),
+    (ODD, jnp.bfloat16, MASKS[8]),
     *(((2, 7, 4, k, 5), jnp.float32, MASKS[7]) for k in (1, 2)),
 ]
 
@@ -57,7 +60,7 @@ def test_output_and_gradients(shape, dtype, mask):
     check("xla", shape, dtype, **RMS, **mask)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("mask", [MASKS[0], MASKS[1], MASKS[5], MASKS[8]], ids=str)
 def test_packed_is_unpacked(mask):
     found = [check("xla", ODD, jnp.float32, **RMS, **mask, packed=p) for p in (False, True)]
     jax.tree.map(np.testing.assert_array_equal, *found)
@@ -82,13 +85,6 @@ def test_reference_is_the_definition(mask, key_heads):
     for ours, true in zip(found, (out, lse), strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)
-
-
-def test_the_future_does_not_matter():
-    (q, k, v), _ = inputs((1, 8, 2, 2, 4), jnp.float32)
-    changed = flash_attention(q, k.at[:, 5:].set(99.0), v.at[:, 5:].set(99.0))
-    np.testing.assert_array_equal(changed[:, :5], flash_attention(q, k, v)[:, :5])
-    assert not np.array_equal(changed[:, 5:], flash_attention(q, k, v)[:, 5:])
 
 
 @pytest.mark.parametrize(
