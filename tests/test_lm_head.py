@@ -76,9 +76,11 @@ def check(implementation, shape, dtype, weights=None, plain_chunk=None, **how):
     assert not np.asarray(dw[vocab:], np.float32).any(), "a padded row has a gradient"
 
 
+# The dtype changes casts alone: every dtype for one shape.
 CASES = [
-    *((shape, dtype, None) for shape in SHAPES for dtype in DTYPES),
-    *((SMALL, dtype, chunk) for dtype in DTYPES[:2] for chunk in (1, 4)),
+    *((shape, jnp.float32, None) for shape in SHAPES),
+    *((SHAPES[1], dtype, None) for dtype in DTYPES[1:]),
+    *((SMALL, dtype, chunk) for dtype, chunk in zip(DTYPES[:2], (1, 4), strict=True)),
 ]
 
 

@@ -103,7 +103,9 @@ SHAPES = [
 ]
 PARAMETERS = [("float32", "bfloat16"), ("bfloat16", "float16"), ("float16", "bfloat16")]
 FORMS = [
-    *((Norm(), shape, dtype) for shape in SHAPES for dtype in DTYPES),
+    # The dtype changes loads, casts and stores: every dtype for one shape.
+    *((Norm(), shape, jnp.bfloat16) for shape in SHAPES),
+    *((Norm(), SHAPES[1], dtype) for dtype in (jnp.float32, jnp.float16)),
     *(
         (norm, (3, 4, 40), dtype)
         for norm in (
@@ -116,7 +118,7 @@ FORMS = [
             Norm(centred=False, scaled=False),
             Norm(centred=False, scaled=False, residual=False),
         )
-        for dtype in (jnp.bfloat16, jnp.float32)
+        for dtype in (jnp.bfloat16, jnp.float32)[: 2 if norm.parameters else 1]
     ),
     # y has x's dtype, each gradient the dtype of its array.
     *(
