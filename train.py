@@ -83,7 +83,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     group = processes.check_inputs(used, inputs.dataset)
     start.check(config, inputs.dataset)
     if start.step is not None and start.step >= config.max_steps:
-        done = f"{start.step} of {config.max_steps} steps; a higher --max-steps extends it"
+        how = "" if config.optimizer.extensible else " with --resume with_changes"
+        done = f"{start.step} of {config.max_steps} steps; a higher --max-steps{how} extends it"
         say("complete", f"{config.run_dir} is complete: {done}")
         return 0
     start.set_aside(say)

@@ -41,6 +41,7 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     before = (config.run_dir / "log.jsonl").read_bytes()
     code, shown = run(config)
     assert code == 0 and "is complete" in shown
+    assert "a higher --max-steps with --resume with_changes extends it" in shown
     assert (config.run_dir / "log.jsonl").read_bytes() == before
 
 
