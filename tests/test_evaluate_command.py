@@ -1,5 +1,6 @@
 """The command `python -m gptjax.evaluate`, and gptjax as a model of lm-evaluation-harness."""
 
+import dataclasses
 import functools
 import json
 import sys
@@ -101,6 +102,16 @@ def test_the_scored_dataset_is_named(command, tmp_path):
     (row,) = json.loads(out.read_text())["rows"]
     assert row["dataset"] == str(words)
     assert shown.count(f"text: {words}") == 1
+
+
+def test_the_default_is_the_dataset_of_the_run(command, monkeypatch, tmp_path):
+    words, find = make_folder(tmp_path / "words"), sources.find
+    meta = {"config": {"dataset": str(words)}}
+    run = lambda path, **options: dataclasses.replace(find(path, **options), meta=meta)  # noqa: E731
+    monkeypatch.setattr(sources, "find", run)
+    code, shown, errors = command("--task", "loss")
+    assert code == 0, errors
+    assert f"text: {words}" in shown
 
 
 def test_progress_without_a_terminal(command, monkeypatch, folder):

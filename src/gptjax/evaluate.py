@@ -43,7 +43,8 @@ class Evaluate(ModelOptions):
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the prepared datasets, of hellaswag_val.jsonl and of eval_bundle/."""
     dataset: str = "auto"
-    """Dataset whose validation shards loss and bits-per-byte score, as for train.py."""
+    """Dataset whose validation shards loss and bits-per-byte score, as for train.py. auto: that of
+    the run, if PATH is a run."""
     stride: int | None = None
     """Tokens scored in each window of loss and bits-per-byte. A smaller stride gives each token
     more context and takes longer. None: the model's block_size."""
@@ -146,12 +147,17 @@ def _score_text(
 ) -> dict[str, dict[str, Any]]:
     """Print the path of the text; return loss and bits-per-byte, if they are asked for.
 
-    The text is --file, or the validation shards of a dataset.
+    The text is --file, or the validation shards of --dataset, by default the run's.
     """
     if options.file is not None:
         path, stream = options.file, from_file(options.file, tokenizer)
     else:
-        dataset = data.find_dataset(options.dataset, options.data_dir, tokenizer.name)
+        from gptjax.weights import sources
+
+        meta = sources.find(options.path, step=options.step).meta  # empty, unless it is a run
+        own = meta.get("config", {}).get("dataset", "auto")
+        name = own if options.dataset == "auto" else options.dataset
+        dataset = data.find_dataset(name, options.data_dir, tokenizer.name)
         path, stream = dataset.path, from_dataset(dataset, tokenizer)
     console.print(printable(f"text: {path}"), markup=False)
     found = score_text(scorer, stream, stride=options.stride, max_tokens=options.limit)
