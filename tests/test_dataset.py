@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 from dataset_tools import edit_manifest, make_folder
 
+from gptjax import Config, GPT2Config
 from gptjax.data import (
     DataError,
     DatasetError,
@@ -20,6 +22,8 @@ from gptjax.data import (
 from gptjax.data import dataset as module
 from gptjax.data import shards as shards_module
 from gptjax.data.__main__ import main
+from gptjax.parallel import data_mesh
+from gptjax.training.inputs import Inputs
 
 TRAIN_1, TRAIN_2, VAL = "some_train_000001.bin", "some_train_000002.bin", "some_val_000000.bin"
 
@@ -94,6 +98,10 @@ def test_auto_is_fineweb_where_it_is_prepared_else_stdlib(tmp_path, monkeypatch)
     for tokenizer in ("auto", "gpt2"):
         assert find_dataset("auto", tmp_path, tokenizer).name == "fineweb10B"
     assert find_dataset("auto", tmp_path, "byte").name == "stdlib_byte"
+    model = GPT2Config(vocab_size=257, block_size=16, n_layer=1, n_head=1, n_embd=32)
+    sizes = {"sequence_length": 16, "micro_batch": 1, "batch_tokens": 16}
+    config = Config(model=model, data_dir=tmp_path, sample_every=0, **sizes)
+    assert Inputs.find(config, data_mesh(jax.devices("cpu")[:1])).dataset.name == "stdlib_byte"
     # A reserved name, also where the current folder has such a folder.
     make_folder(tmp_path / "stdlib")
     monkeypatch.chdir(tmp_path)

@@ -77,8 +77,9 @@ class Config:
     """The optimizer, its learning-rate schedule, and when an update is skipped."""
 
     dataset: str = "auto"
-    """auto (prepared FineWeb, else stdlib), stdlib (the source files of Python's standard library;
-    stdlib_byte: as bytes), the name of a prepared dataset, or a folder of .bin shards."""
+    """auto (FineWeb if it is prepared and its ids fit the model, else stdlib), stdlib (the source
+    files of Python's standard library; stdlib_byte: as bytes), the name of a prepared dataset, or a
+    folder of .bin shards."""
     data_dir: Path = dataclasses.field(default_factory=data_folder)
     """Folder of the datasets that `python -m gptjax.data` prepares."""
     sequence_length: PositiveInt = 1024

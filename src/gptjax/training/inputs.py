@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
+from gptjax.data.tokenizers import VOCABULARIES
 from gptjax.models.base import count_targets
 from gptjax.timeline import Span, Timeline
 
@@ -53,7 +54,10 @@ class Inputs:
                 span.config.micro_batches(mesh.size)
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
-        dataset = data.find_dataset(config.dataset, config.data_dir)
+        # The standard library can be prepared for either vocabulary.
+        small = config.model.vocab_size < VOCABULARIES["gpt2"].size
+        tokenizer = "byte" if small and config.dataset in ("auto", "stdlib") else "auto"
+        dataset = data.find_dataset(config.dataset, config.data_dir, tokenizer)
         dataset = _checked_tokenizer(config, dataset)
         dataset.validate(config.model.vocab_size, max(lengths))
         try:
