@@ -190,3 +190,25 @@ def test_without_numbers_two_axes_are_a_matrix_as_in_optax():
         normuon(0.02, weight_dimension_numbers=NUMBERS)
     with pytest.raises(ValueError, match="bias of shape .* does not hold a matrix"):
         normuon(0.02).init(params)
+
+
+@pytest.mark.parametrize("form", [None, "tree", "function"])
+def test_an_equinox_module_with_call(form):
+    """optax and `callable` regard such a tree of labels or numbers as a function."""
+    equinox = pytest.importorskip("equinox")
+    mlp = equinox.filter(equinox.nn.MLP(4, 3, 5, 1, key=jax.random.key(0)), equinox.is_array)
+    grads = jax.tree.map(jnp.sin, mlp)
+    numbers = lambda params: jax.tree.map(
+        lambda x: MuonDimensionNumbers(1, 0) if x.ndim == 2 else None, params
+    )
+    given = {None: None, "tree": numbers(mlp), "function": numbers}[form]
+    options = {"method": in_fp32, "weight_decay": 0.1}
+    tx = normuon(0.02, rest=optax.sgd(0.1), weight_dimension_numbers=given, **options)
+    (found,) = updates_of(tx, [grads], mlp)
+    axes = Matrices() if form is None else Matrices(inputs=(1,), outputs=(0,))
+    alone = normuon(0.02, layout=lambda path: axes, **options)
+    weights = lambda tree: [layer.weight for layer in tree.layers]
+    (wanted,) = updates_of(alone, [weights(grads)], weights(mlp))
+    assert_equal(weights(found), wanted, rtol=1e-6, atol=1e-9)
+    for u, g in zip(found.layers, grads.layers, strict=True):
+        np.testing.assert_allclose(u.bias, -0.1 * g.bias, rtol=1e-6)

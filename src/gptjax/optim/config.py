@@ -290,7 +290,10 @@ class MatrixOptimizerConfig(OptimizerConfig):
 
     def why_not(self, groups: Sequence[Group]) -> str | None:
         if all(group.matrices is None for group in groups):
-            return "the model has no groups of matrices; choose --optimizer adamw"
+            return (
+                "the model has no groups of matrices, such as Group(PATHS, Matrices()) in its "
+                "parameter_groups; choose --optimizer adamw"
+            )
         return None
 
     def schedules(self, total_steps: int) -> dict[str, optax.Schedule]:

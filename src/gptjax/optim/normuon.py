@@ -299,11 +299,16 @@ def normuon(
         weight_dimension_numbers: with `rest`, as in `optax.contrib.muon`: a tree, a prefix of the
             parameters' tree, or a function that maps the parameters to one. A leaf is an
             `optax.contrib.MuonDimensionNumbers` or a `Matrices`; None for a parameter of `rest`.
-            By default, parameters with two axes are matrices.
+            By default, each parameter with two axes is a matrix of (inputs, outputs). That is wrong
+            for embeddings, for Equinox's weights (outputs, inputs), and for layers stacked for
+            `jax.lax.scan`, whose vectors have two axes and whose matrices have three.
 
     Raises:
         ValueError: `weight_dimension_numbers` without `rest`; at `init`, a parameter with fewer
             than two axes, or with more than two and a layout that does not name inputs and outputs.
+
+    `optax.inject_hyperparams` regards functions as schedules: name `method`, `layout`, `factor`,
+    `decay_factor` and `weight_dimension_numbers` in its `static_args`.
 
     Example:
         >>> tx = normuon(0.02, rest=optax.adamw(3e-4))
@@ -329,7 +334,8 @@ def normuon(
         layouts = dict(zip(paths, _layouts(weight_dimension_numbers, tree), strict=True))
         labels = [REST if layouts[path] is None else "matrix" for path in paths]
         both = {"matrix": of_matrices(layouts.__getitem__), REST: rest}
-        return optax.partition(both, jax.tree.unflatten(structure, labels))
+        # A function: optax would call the labels of a module that has __call__, as in Equinox.
+        return optax.partition(both, lambda _: jax.tree.unflatten(structure, labels))
 
     def update(updates, state, params=None, **extra):
         return parts(updates).update(updates, state, params, **extra)
@@ -351,7 +357,9 @@ def _layouts(numbers: Any, params: optax.Params) -> list[Matrices | None]:
 
     if numbers is None:
         return [Matrices() if x.ndim == 2 else None for x in jax.tree.leaves(params)]
-    tree = numbers(params) if callable(numbers) else numbers
+    # A tree like the parameters may have __call__: an Equinox module.
+    is_function = callable(numbers) and type(numbers) is not type(params)
+    tree = numbers(params) if is_function else numbers
     # A None of the parameters, such as a static field in Equinox, is no leaf: REST is not None.
     tree = jax.tree.broadcast(jax.tree.map(layout, tree, is_leaf=is_leaf), params)
     return [None if x == REST else x for x in jax.tree.leaves(tree)]

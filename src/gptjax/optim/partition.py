@@ -106,7 +106,7 @@ class Matrices:
         if n < 2:
             raise ValueError(
                 f"{name} of shape {shape} does not hold a matrix; assign the parameter to another "
-                "optimizer"
+                "optimizer, such as normuon(…, rest=optax.adamw(…))"
             )
         if not self.inputs:
             if n > 2:

@@ -131,6 +131,9 @@ def tail_ema(
 
         e ← rate·w + (1−rate)·e, where w is the result of the update
 
+    It must be the last transformation that changes updates, in any chain around it too: it averages
+    the parameters plus the updates that it receives. `ema_nesterov` may wrap the chain.
+
     `evaluation_params` returns (1−weight)·w + weight·e. While the rate is 1, e is w, up to its
     rounding. With weight 0, `evaluation_params` returns w.
 
@@ -145,7 +148,7 @@ def tail_ema(
 
     Example:
         >>> rate = lambda count: jnp.where(count < 2400, 1.0, 1 / 150)
-        >>> tx = optax.chain(optax.adamw(3e-4), tail_ema(rate))  # the last one of the chain
+        >>> tx = optax.chain(optax.adamw(3e-4), tail_ema(rate))
     """
 
     def init(params):
