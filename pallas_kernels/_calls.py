@@ -19,9 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_kernels._partition import Rule, sharded
 
 REMEDY = (
-    "this back end is differentiable once, in reverse mode (jax.grad, jax.vjp); for forward-mode "
-    "differentiation (jax.jvp, jax.jacfwd, jax.linearize) pass implementation='reference'; for "
-    "second derivatives (jax.jvp or jax.grad of jax.grad) pass 'xla' or 'reference'"
+    "kernels are differentiable once, in reverse mode (jax.grad, jax.vjp); forward-mode "
+    "differentiation (jax.jvp, jax.jacfwd, jax.linearize) needs implementation='reference'; second "
+    "derivatives (jax.jvp or jax.grad of jax.grad) need 'xla' or 'reference'"
 )
 
 

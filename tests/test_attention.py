@@ -175,8 +175,9 @@ def test_options_of_other_libraries(f):
         "the option is named causal, and is True by default",
         "only flash_attention has arbitrary masks, as a bias of 0 and −∞",
     )
+    first = [*inspect.signature(f).parameters][len(args)]
     for more, option, message in [
-        ((True,), {}, "options are passed by name, such as scale=1.0"),
+        ((True,), {}, f"options are passed by name, such as {first}=…, after {len(args)} arrays"),
         ((), {"is_causal": True}, "every call is causal" if f is cached_attention else causal),
         ((), {"mask": None}, "an arbitrary mask is a bias" if f is flash_attention else mask),
         ((), {"logits_soft_cap": 1.0}, "the option is named softcap"),

@@ -224,6 +224,9 @@ def test_errors():
     message = r"expected x \(N, C\), w \(V, C\), targets \(N,\)"
     for bad in (x[:, :7], w, targets), (x, w, targets[:11]), (x[0], w, targets), (x, w[0], targets):
         refused(linear_cross_entropy, *bad, match=message)
+    for option, hint in (("reduction", "the loss of each token"), ("biases", "one of .'vocab_siz")):
+        with pytest.raises(TypeError, match=f"linear_cross_entropy: unknown .* {option}: .*{hint}"):
+            linear_cross_entropy(x, w, targets, **{option: None})
 
 
 @pytest.mark.gpu

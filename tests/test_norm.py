@@ -222,7 +222,7 @@ def test_errors():
     both = {"residual": residual}
     for gain, shift, how, message in [
         (scale, bias, {"residual": residual.astype(jnp.float32)},
-         r"like x, \(2, 8\) in bfloat16, got \(2, 8\) in float32"),
+         r"like x, \(2, 8\) in bfloat16, got \(2, 8\) in float32; .* cast x and pass out_dtype"),
         (scale, None, {}, r"layer_norm: expected bias of shape \(8,\), got None"),
         (scale, narrow, {}, "expected scale and bias in one dtype, .* got float32, bfloat16"),
         (scale, bias, {"residual_bias": bias}, "added together with a residual, and there is no"),
@@ -234,6 +234,11 @@ def test_errors():
         (scale, bias, FP8 | {"implementation": "reference"}, "'reference' has no fp8 matmuls"),
     ]:  # fmt: skip
         refused(layer_norm, x, gain, shift, **how, match=message)
+    with pytest.raises(TypeError, match="rms_norm: unknown option weight: .* named scale"):
+        rms_norm(x, weight=scale)
+    with pytest.raises(TypeError, match="passed by name, such as residual=…, after 3 arrays"):
+        layer_norm(x, scale, bias, residual)
+    assert jax.jit(rms_norm)(x, scale).shape == x.shape  # a traced scale is an array
 
 
 # ---------------------------------------------------------------------------------------------- FP8

@@ -1,14 +1,13 @@
 """Checks of the arguments of the attention functions."""
 
-import functools
 import inspect
 import itertools
 from collections.abc import Callable
 from typing import SupportsIndex
 
-import jax
 import jax.numpy as jnp
 
+from pallas_kernels import _arguments
 from pallas_kernels._dispatch import DTYPES
 
 SWAP = "Swap axes 1 and 2 of arrays of shape (batch, heads, time, head_dim): jnp.swapaxes(x, 1, 2)"
@@ -36,27 +35,12 @@ _WITHOUT = {
 
 
 def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
-    """Wrap f: unknown options, and options passed by position, raise a TypeError that says what to
-    write; so do traced numbers."""
+    """Wrap f: wrong options raise a TypeError that says what to write."""
     parameters = inspect.signature(f).parameters
-    arrays = sum(p.kind == p.POSITIONAL_OR_KEYWORD for p in parameters.values())
-
-    @functools.wraps(f)
-    def call(*args: P.args, **options: P.kwargs) -> R:
-        for name in sorted(options.keys() - parameters.keys()):
-            option, hint = _HINTS.get(name, (name, ""))
-            if option not in parameters:
-                hint = _WITHOUT.get(option, f"expected one of {[*parameters][arrays:]}")
-            raise TypeError(f"{f.__name__}: unknown option {name}: {hint}")
-        if len(args) > arrays:
-            raise TypeError(f"{f.__name__}: options are passed by name, such as scale=1.0")
-        for name in ("scale", "window", "softcap", "query_start"):
-            if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(options.get(name))):
-                why = "is compiled into the kernel: pass a Python number, not a traced array"
-                raise TypeError(f"{f.__name__}: {name} {why}")
-        return f(*args, **options)
-
-    return call
+    hints = {name: text for name, text in _WITHOUT.items() if name not in parameters}
+    for name, (option, hint) in _HINTS.items():
+        hints[name] = hint if option in parameters else _WITHOUT[option]
+    return _arguments.with_hints(hints, ("scale", "window", "softcap", "query_start"))(f)
 
 
 def check_heads(name, q_BTHD, k_BSKD):

@@ -45,7 +45,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _calls, _dispatch
+from pallas_kernels import _arguments, _calls, _dispatch
 from pallas_kernels._dispatch import BackEnd
 from pallas_kernels._partition import Rule, automatic, sharded, shards_of
 from pallas_kernels._types import Array, Float, Integer
@@ -96,6 +96,13 @@ _dispatch.register(
 )
 
 
+@_arguments.with_hints(
+    {
+        "reduction": "the result has the loss of each token; reduce it, such as .mean()",
+        "bias": "the head has no bias",
+        "logit_softcap": "the option is named softcap",
+    }
+)
 def linear_cross_entropy(
     x_NC: Float[Array, "N C"],
     w_VC: Float[Array, "V C"],

@@ -43,7 +43,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import _calls, _dispatch
+from pallas_kernels import _arguments, _calls, _dispatch
 from pallas_kernels._dispatch import DTYPES, XLA, BackEnd
 from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float
@@ -91,6 +91,17 @@ _dispatch.register(
 )
 
 
+_with_hints = _arguments.with_hints(
+    {
+        "weight": "the weight is named scale",
+        "epsilon": "the option is named eps",
+        "residual_bias": "only layer_norm has it",
+        "bias": "only layer_norm has a bias",
+    }
+)
+
+
+@_with_hints
 def layer_norm(
     x: Float[Array, "*N C"],
     scale: Float[Array, " C"],
@@ -134,6 +145,7 @@ def layer_norm(
     return _apply("layer_norm", x, residual, parameters, eps, out_dtype, numerics, implementation)
 
 
+@_with_hints
 def rms_norm(
     x: Float[Array, "*N C"],
     scale: Float[Array, " C"] | None = None,
@@ -339,7 +351,7 @@ def _check(kernel, x, residual, parameters, out_dtype) -> jnp.dtype:
     if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
         raise ValueError(
             f"{kernel}: expected a residual like x, {x.shape} in {x.dtype}, got {residual.shape} "
-            f"in {residual.dtype}"
+            f"in {residual.dtype}; for a residual in another dtype, cast x and pass out_dtype"
         )
     for name, parameter in parameters.items():
         shape = None if parameter is None else parameter.shape
