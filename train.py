@@ -210,7 +210,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     if progress.val_loss is not None:
         say("done", f"{step} steps, validation loss {progress.val_loss:.4f}")
     if first:
-        hint(f"gptjax sample {config.run_dir}", f"gptjax plot {config.run_dir}")
+        own = "" if type(config.model).__module__.startswith("gptjax.") else " --config FILE"
+        hint(f"gptjax sample {config.run_dir}{own}", f"gptjax plot {config.run_dir}")
     return 0
 
 

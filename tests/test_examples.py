@@ -78,7 +78,7 @@ def test_a_precision_is_one_class(load, monkeypatch):
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "normuon"])
-def test_the_model_trains_checkpoints_resumes_and_samples(rotary, optimizer, monkeypatch):
+def test_the_model_trains_checkpoints_resumes_and_samples(rotary, optimizer, monkeypatch, capsys):
     """With AdamW, also on two devices with fsdp."""
     assert len((FOLDER / "model.py").read_text().splitlines()) <= 150
     assert {path.name for path in FOLDER.glob("*.py")} == {"model.py", "config.py"}
@@ -86,6 +86,7 @@ def test_the_model_trains_checkpoints_resumes_and_samples(rotary, optimizer, mon
     config = dataclasses.replace(rotary, optimizer=optimizer)
     code, shown = run(config)
     assert code == 0 and "RotaryLM" not in shown and "Rotary, " in shown
+    assert f"next: gptjax sample {config.run_dir} --config FILE\n" in capsys.readouterr().out
     whole = losses(config)
     assert whole.keys() == {*range(1, 7)} and whole[6][0] < whole[1][0]
     assert rows(config, "sample").keys() == {3, 6}
