@@ -82,10 +82,8 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         init_from.check_tokenizer(source, inputs.dataset)
     group = processes.check_inputs(used, inputs.dataset)
     start.check(config, inputs.dataset)
-    if start.step is not None and start.step >= config.max_steps:
-        how = "" if config.optimizer.extensible else " with --resume with_changes"
-        done = f"{start.step} of {config.max_steps} steps; a higher --max-steps{how} extends it"
-        say("complete", f"{config.run_dir} is complete: {done}")
+    if (complete := start.complete(config)) is not None:
+        say("complete", complete)
         return 0
     start.set_aside(say)
     checkpoints = Checkpoints(start.folder, config.keep_last, config.keep_every)

@@ -60,6 +60,15 @@ class Resume:
                 "--name for a new run."
             )
 
+    def complete(self, config: Config) -> str | None:
+        """Say that the checkpoint is of the run's last step, and how to extend the run; None if
+        steps are left."""
+        if self.step is None or self.step < config.max_steps:
+            return None
+        how = "" if config.optimizer.extensible else " with --resume with_changes"
+        done = f"{self.step} of {config.max_steps} steps; a higher --max-steps{how} extends it"
+        return f"{config.run_dir} is complete: {done}"
+
     def set_aside(self, say: Callable[[str, object], object]) -> None:
         """Rename the damaged checkpoints, so that the run can save their steps again.
 
