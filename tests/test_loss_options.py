@@ -127,14 +127,18 @@ def check_head(implementation, dtype, shape, options, norms=(rms,), **how):
         assert dx.dtype == dw.dtype == dtype and not np.asarray(dw[vocab:], np.float32).any()
 
 
-@every_case
 @pytest.mark.parametrize(
-    "implementation, chunk", [("fused", None), ("fused", 4), ("xla", None), ("xla", 4)]
+    "implementation, chunk, name",
+    [
+        *(("fused", 4, name) for name in CASES),
+        *(("xla", None, name) for name in CASES),
+        *((*how, name) for how in (("fused", None), ("xla", 4)) for name in ("lse", "several")),
+    ],
 )
-def test_head(implementation, chunk, options):
+def test_head(implementation, chunk, name):
     # "xla" adds the chunks' bf16 gradients of w in bf16.
     for dtype in (jnp.float32, jnp.bfloat16)[: 1 if (implementation, chunk) == ("xla", 4) else 2]:
-        check_head(implementation, dtype, (12, 8, 19, 17), options, chunk=chunk)
+        check_head(implementation, dtype, (12, 8, 19, 17), CASES[name], chunk=chunk)
 
 
 def test_head_on_triton(triton_on_cpu):
