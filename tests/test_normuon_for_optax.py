@@ -212,3 +212,16 @@ def test_an_equinox_module_with_call(form):
     assert_equal(weights(found), wanted, rtol=1e-6, atol=1e-9)
     for u, g in zip(found.layers, grads.layers, strict=True):
         np.testing.assert_allclose(u.bias, -0.1 * g.bias, rtol=1e-6)
+
+
+def test_a_learning_rate_in_the_state():
+    params, numbers = {"w": normal(6, 4), "v": normal(6, 4)}, {"w": Matrices(), "v": None}
+    options = {"rest": optax.sgd(1.0), "weight_dimension_numbers": lambda params: numbers}
+    # The functions that the docstring lists; and b2, whose type jaxtyping checks under pytest.
+    static = ("b2", "method", "layout", "factor", "decay_factor", "weight_dimension_numbers")
+    inject = optax.inject_hyperparams(normuon, static_args=static)
+    tx = inject(0.02, method=in_fp32, **options)
+    (found,) = updates_of(tx, [params], params)
+    (wanted,) = updates_of(normuon(0.02, method=in_fp32, **options), [params], params)
+    assert_equal(found, wanted, rtol=1e-6)
+    assert float(tx.init(params).hyperparams["learning_rate"]) == np.float32(0.02)

@@ -214,7 +214,7 @@ def apply_block(f: Callable, block: nnx.Module, *args: Any, recompute: bool = Fa
     """Return f(block, *args). Under fsdp, gather the block's parameters first.
 
     Args:
-        f: a function of a block and of arrays.
+        f: a function of a block and of `args`, such as `MyBlock.__call__`.
         recompute: store only `args` for the backward pass. Without it, all intermediate results are
             stored, except gathered parameters, which the backward pass gathers again.
     """
