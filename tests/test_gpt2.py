@@ -128,7 +128,7 @@ def test_kernels_names_the_back_ends_of_each_operation():
         with jax.sharding.use_abstract_mesh(two):
             assert tf32.kernels(1024, 32) == every("triton", "fused") | inside
             fp8 = GPT2Config(precision=Precision("fp8"), norm="triton")
-            assert fp8.kernels(1024, 32)["mlp"] == "triton (fp8)"
+            assert fp8.kernels(1024, 32)["mlp"] == "mosaic (fp8)"
         # True fp32 has a back end of its own: heads 128 wide go through XLA.
         for precision, width, attention in [
             ("fp32", 128, "triton"),
