@@ -107,7 +107,10 @@ def test_the_scored_dataset_is_named(command, tmp_path):
 def test_the_default_is_the_dataset_of_the_run(command, monkeypatch, tmp_path):
     words, find = make_folder(tmp_path / "words"), sources.find
     meta = {"config": {"dataset": str(words)}}
-    run = lambda path, **options: dataclasses.replace(find(path, **options), meta=meta)  # noqa: E731
+
+    def run(path, **options):
+        return dataclasses.replace(find(path, **options), meta=meta)
+
     monkeypatch.setattr(sources, "find", run)
     code, shown, errors = command("--task", "loss")
     assert code == 0, errors
