@@ -36,6 +36,8 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 
+# Before tokamax imports jax-triton: with Triton 3.6, jax-triton needs what this module sets.
+import pallas_kernels._triton  # noqa: F401
 from gptjax.bench import results
 from pallas_kernels import flash_attention
 from pallas_kernels.extend import recorded
