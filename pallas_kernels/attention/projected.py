@@ -133,8 +133,7 @@ def _projected_backward(heads, numerics, saved, dout_BTHD):
     arrays, (b, t) = (qkv_BT3HD, lse_BHT, dout_BTHD, out_BTHD), qkv_BT3HD.shape[:2]
     shape, dtype = (b * t, b_O.size), qkv_BT3HD.dtype
     scale = None
-    # A scale of one shard would not be that of the others.
-    if not _dispatch.partitioned(arrays) and mosaic_backward.stores_fp8(b, t, heads):
+    if mosaic_backward.stores_fp8(b, t, heads):
         scale = numerics.kernel_scale(dout_BTHD.reshape(b * t, -1), QKV_HEADROOM)
     if scale is not None:
         (rows, k_major), dq_HD, dout_HD = _attention_backward(*arrays, scale.value)
