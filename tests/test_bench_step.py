@@ -76,17 +76,17 @@ def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monk
 def test_steps_of_one_and_several_devices(card, tmp_path, capsys):
     out = tmp_path / "step.json"
     command = f"step --config {card} --batch 1 --norm xla --seconds 0.01 --devices 1 2"
-    command += f" --parallel fsdp --reduce-dtype bf16 --out {out}"
+    command += f" --micro-batches 3 --parallel fsdp --reduce-dtype bf16 --out {out}"
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
-    assert "gptjax · tiny" in shown and "2 devices · fsdp · bf16" in shown
+    assert "gptjax · tiny" in shown and "3 micro-batches · 2 devices · fsdp · bf16" in shown
     result = json.loads(out.read_text())
     one, two = result["rows"]
     assert one["asked"] == {"norm": "xla"} and one["batch"] == 1
     assert one["kernels"]["flash_attention"] == "xla"
     assert one["needed_gib"] > 0 and one["compile_s"] > 0.05
     assert "parallel" not in one and two["parallel"] == "fsdp"
-    assert two["tokens/s"] == pytest.approx(2 * 8 / two["ms"] * 1e3)
+    assert two["tokens/s"] == pytest.approx(3 * 2 * 8 / two["ms"] * 1e3)
     assert result["device"] == jax.devices()[0].device_kind
     assert main(["compare", str(out), str(out), "--fail-above", "1.0"]) == 0
     assert main(["step", "--config", card, "--devices", "3"]) == 1

@@ -283,11 +283,12 @@ def test_the_back_end_of_attention_must_support_segment_ids(name, monkeypatch):
 
 def test_bench_measures_separate_documents():
     """Some documents in each sequence, and no rival that computes something else."""
-    config = Config(separate_documents=True, micro_batch=8)
+    how = {"micro_batch": 8, "batch_tokens": 8 * 1024}
+    config = Config(separate_documents=True, **how)
     measured = JaxStep(config, jax.devices("cpu")[0])
     batch = measured._random_batch()
     assert 4 <= (batch.inputs == 50256).sum() <= 30 and batch.segments is not None  # 8,200 tokens
-    assert JaxStep(Config(micro_batch=8), jax.devices("cpu")[0])._random_batch().segments is None
+    assert JaxStep(Config(**how), jax.devices("cpu")[0])._random_batch().segments is None
     assert "does not separate documents" in (why_no_step(config) or "")
     assert why_no_step(Config()) is None
 

@@ -1,4 +1,4 @@
-"""The configs that bench measures: options of the command line → `Config`s of one micro-batch."""
+"""The configs that bench measures: options of the command line → `Config`s."""
 
 import dataclasses
 import itertools
@@ -56,8 +56,9 @@ class StepOptions(ModelOptions):
     sequence_length: Annotated[int | None, OWN_DEFAULT] = None
     """Tokens of a sequence (default: the config's, or 1024)."""
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
-    """Sequences per step and device, in one micro-batch (default: the config's micro-batch, or
-    64)."""
+    """Sequences of a micro-batch on each device (default: the config's micro-batch, or 64)."""
+    micro_batches: int = 1
+    """Micro-batches of an optimizer step."""
     precision: Annotated[tuple[PrecisionName, ...], OWN_DEFAULT] = ()
     """Precisions of the model (default: the config's, or bf16)."""
     recompute: Annotated[tuple[Literal["none", "block", "sublayer"], ...], OWN_DEFAULT] = ()
@@ -127,7 +128,15 @@ class StepOptions(ModelOptions):
         ]
         # The strategy and the dtype of the sums matter on several devices only.
         return [
-            (dataclasses.replace(config, parallel=strategy, reduce_dtype=dtype), count)
+            (
+                dataclasses.replace(
+                    config,
+                    batch_tokens=self.micro_batches * config.batch_tokens,
+                    parallel=strategy,
+                    reduce_dtype=dtype,
+                ),
+                count,
+            )
             for config, count in itertools.product(steps, self.devices)
             for strategy in self.parallel[: None if count > 1 else 1] or (config.parallel,)
             for dtype in self.reduce_dtype[: None if count > 1 else 1] or (config.reduce_dtype,)

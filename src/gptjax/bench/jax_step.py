@@ -28,8 +28,8 @@ class JaxStep:
     """A training step, or the forward pass alone, on random tokens.
 
     Args:
-        config: with one micro-batch per step.
-        forward: the loss alone, without gradients.
+        config: the shape of the step. On several devices each has the batch_tokens of the config.
+        forward: the loss alone, without gradients, of one micro-batch.
         parallel: devices that share the step, with `device` among them; None for `device` alone.
         jit: False runs the same function operation by operation. Functions to which JAX itself
             applies `jit` stay compiled.
@@ -118,14 +118,14 @@ class JaxStep:
 
     def _random_batch(self) -> Batch:
         sequences = self.config.micro_batch * self.parallel.devices
-        shape = (sequences, self.config.sequence_length + 1)
+        shape = self.config.micro_batches(1), sequences, self.config.sequence_length + 1
         vocab_size, eot = self.config.model.vocab_size, None
         tokens = jax.random.randint(jax.random.key(1), shape, 0, vocab_size, jnp.int32)
         if self.config.separate_documents:
             eot = vocab_size - 1  # the last id of both tokenizers
             begins = jax.random.bernoulli(jax.random.key(2), 1 / DOCUMENT_TOKENS, shape)
             tokens = jnp.where(begins, eot, tokens)
-        return Batch.of(tokens if self.forward else tokens[None], eot)
+        return Batch.of(tokens[0] if self.forward else tokens, eot)
 
     @property
     def _over_batch(self):

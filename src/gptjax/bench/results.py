@@ -33,8 +33,8 @@ from gptjax.terminal import hint, printable
 # Fields of a label. Rows with one label are the same measurement.
 KEYS = (
     *("kernel", "case", "implementation", "system", "rung", "model", "precision", "batch"),
-    *("sequence_length", "pass", "algorithm", "recompute", "devices", "parallel", "reduce_dtype"),
-    *("overlap_reduce", "reshard_after_forward", "moments", "asked"),
+    *("sequence_length", "micro_batches", "pass", "algorithm", "recompute", "devices", "parallel"),
+    *("reduce_dtype", "overlap_reduce", "reshard_after_forward", "moments", "asked"),
 )
 # Values that a label leaves out.
 _DEFAULTS = {"pass": "train", "algorithm": "adamw", "recompute": "none", "reduce_dtype": "fp32"}
@@ -145,6 +145,7 @@ def label(row: dict) -> str:
     asked = [f"{part}={value}" for part, value in row.pop("asked", {}).items() if "rung" not in row]
     forms = {
         "batch": f"batch {row.get('batch')}",
+        "micro_batches": f"{row.get('micro_batches')} micro-batches",
         "devices": f"{row.get('devices')} devices",
         "moments": f"moments {row.get('moments')}",
         "reshard_after_forward": "gathered once",

@@ -86,6 +86,7 @@ def describe(name: str, config: Config, *, forward: bool, devices: int = 1) -> d
         row |= {"algorithm": optimizer.name, "recompute": model.recompute}
         moments = optimizer.first_moment_dtype, optimizer.second_moment_dtype
         row |= {} if moments == ("fp32", "fp32") else {"moments": ", ".join(moments)}
+        row |= {"micro_batches": n} if (n := config.micro_batches(1)) > 1 else {}
     if devices > 1:
         row |= {"parallel": config.parallel, "reduce_dtype": config.reduce_dtype}
     return row | {"asked": asked}
@@ -124,7 +125,8 @@ def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | Non
         peak: bytes of memory, if known.
     """
     median, devices = statistics.median(seconds), row.get("devices", 1)
-    tokens = devices * config.micro_batch * config.sequence_length / median
+    tokens = devices * row.get("micro_batches", 1) * config.micro_batch
+    tokens *= config.sequence_length / median
     passes = 1 / 3 if row["pass"] == "forward" else 1
     flops = config.model.flops_per_token(config.sequence_length) * passes
     return {
