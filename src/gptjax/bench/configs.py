@@ -54,7 +54,8 @@ class StepOptions(ModelOptions):
     stage: Annotated[int | None, OWN_DEFAULT] = None
     """Stage of the config, 1 for the first (default: the config's values outside its stages)."""
     sequence_length: Annotated[int | None, OWN_DEFAULT] = None
-    """Tokens of a sequence (default: the config's, or 1024)."""
+    """Tokens of a sequence (default: the config's, or 1024). A longer one raises the
+    model's block_size."""
     batch: Annotated[tuple[int, ...], OWN_DEFAULT] = ()
     """Sequences of a micro-batch on each device (default: the config's micro-batch, or 64)."""
     micro_batches: int = 1
@@ -153,6 +154,8 @@ def one_micro_batch(
 ) -> Config:
     """Return the config with a step of one micro-batch. None keeps the value of `base`.
 
+    A sequence that is longer than block_size raises block_size.
+
     Args:
         batch: sequences of the micro-batch.
         optimizer: name of another optimizer.
@@ -165,6 +168,7 @@ def one_micro_batch(
     batch = base.micro_batch if batch is None else batch
     length = base.sequence_length if sequence_length is None else sequence_length
     model = {field: value for field, value in model.items() if value is not None}
+    model["block_size"] = max(base.model.block_size, length)
     if unknown := sorted(model.keys() - {field.name for field in dataclasses.fields(base.model)}):
         name = type(base.model).__name__
         raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
