@@ -1,5 +1,5 @@
-"""Shares of the numbers that FP8 clips: counted in the right place, logged and shown, without an
-effect on training."""
+"""Shares of the numbers that FP8 clips, and of zeros: counted in the right place, logged and shown,
+without an effect on training."""
 
 import dataclasses
 
@@ -27,6 +27,7 @@ def nonzero(model, params, parallel=None, **changes):
     config = dataclasses.replace(with_precision(model, "fp8"), **changes)
     fp8_clipping_step = jax.jit(make_fp8_clipping_step(graph(config), parallel))
     shares = fp8_clipping_step(params, tokens(), jnp.int32(0))
+    shares = {name: x for name, x in shares.items() if not name.endswith(".zero")}
     names = {name.rpartition(".")[0] for name in shares}
     assert {"linear_cross_entropy.0", *NAMES[model]} <= names
     return {name: float(x) for name, x in shares.items() if x}
@@ -119,8 +120,19 @@ def test_a_call_inside_a_call_is_no_call_of_its_own():
     found = clipping.shares(loss)
     assert {name: float(share) for name, share in found.items()} == {
         "outer.0.input": 1 / 256,
+        "outer.0.input.zero": 0,
         "outer.1.input": 1 / 256,
+        "outer.1.input.zero": 0,
     }
+
+
+def test_numbers_that_underflow_are_zeros():
+    """e4m3's least number is 2⁻⁹, here of x times 8; half of it is rounded to 0."""
+    x_NI = jnp.ones((16, 16)).at[0, :3].set(jnp.array([2.0**-13, 2.0**-12, 1e-9]))
+    dy_NO = jnp.ones((16, 16)).at[1].set(0)
+    found = clipping.shares(lambda: (dy_NO * linear(x_NI, jnp.eye(16), numerics="fp8")).sum())
+    assert found["linear.0.input.zero"] == 2 / 256 and found["linear.0.input"] == 0
+    assert found["linear.0.output_gradient.zero"] == 1 / 16
 
 
 def test_log_and_status_line(config, monkeypatch):
@@ -136,6 +148,8 @@ def test_log_and_status_line(config, monkeypatch):
     code, shown = run(on)
     assert code == 0 and list(counts := rows(on, "clipping")) == [2, 4, 5]
     assert 0 < counts[4]["mlp.0.input"] < 1 and counts[4]["linear_cross_entropy.0.input"] == 0
+    # The gradients of the padded logits are 0.
+    assert counts[4]["linear_cross_entropy.0.output_gradient.zero"] > 0
     greatest = max(counts[4][f"{name}.0.input"] for name in ("mlp", "projected_attention"))
     lines = [line for line in shown.splitlines() if " · loss " in line]
     assert "clips" not in lines[0] and f"FP8 clips {greatest:.1e} (" in lines[-1]

@@ -174,7 +174,8 @@ class Numerics(abc.ABC):
         return self.count("output_gradient", self.gradient(dy))
 
     def count(self, part: str, operand: Operand) -> Operand:
-        """Count the clipped numbers of an operand for `clipping.shares`. Return the operand."""
+        """Count the clipped numbers and the zeros of an operand for `clipping.shares`. Return the
+        operand."""
         if self.quantized:
             clipping.count(part, operand.rows)
         return operand

@@ -254,7 +254,8 @@ class StagedStep:
         return self._current
 
     def fp8_clipping(self, state: TrainState, batch: Batch) -> dict[str, float]:
-        """Return the share of the clipped numbers of each FP8 operand, in the current stage."""
+        """Return the shares of clipped numbers and of zeros of each FP8 operand, in the current
+        stage."""
         shares = self._clipping(self._span.config.model)(state.params, batch, state.step)
         return {name: x.item() for name, x in jax.device_get(shares).items()}
 

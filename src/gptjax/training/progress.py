@@ -180,12 +180,13 @@ class Progress:
         self._console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
 
     def fp8_clipping(self, step: int, shares: dict[str, float]) -> None:
-        """Log the share of clipped numbers of each FP8 operand, and show the greatest if it is not
-        zero."""
+        """Log the shares of clipped numbers and of zeros of each FP8 operand, and show the greatest
+        share of clipped numbers if it is not zero."""
         self.write("clipping", step, **shares)
-        name = max(shares, key=shares.get, default="")
-        clips = any(shares.values())
-        self._status.notes["clip"] = f"FP8 clips {shares[name]:.1e} ({name})" if clips else ""
+        clipped = {name: x for name, x in shares.items() if not name.endswith(".zero")}
+        name = max(clipped, key=clipped.get, default="")
+        clips = any(clipped.values())
+        self._status.notes["clip"] = f"FP8 clips {clipped[name]:.1e} ({name})" if clips else ""
 
     def pause(self) -> None:
         """Exclude the time since the last step from the throughput."""

@@ -335,8 +335,8 @@ def make_eval_step(
 def make_fp8_clipping_step(
     graphdef: nnx.GraphDef, parallel: Parallel | None = None
 ) -> Callable[[PyTree, Any, Any], Any]:
-    """Return the function (params, batch, step) → share of the clipped numbers of each FP8 operand,
-    in the forward and backward pass of the first micro-batch.
+    """Return the function (params, batch, step) → shares of the clipped numbers and of the zeros
+    of each FP8 operand, in the forward and backward pass of the first micro-batch.
 
     Args:
         graphdef, parallel: see `make_train_step`.
