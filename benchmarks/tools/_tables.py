@@ -160,7 +160,8 @@ def overview_table(results: Results) -> str:
     """One line for each quantity of the other tables and pictures."""
     rows = [row for row in results["ladder"]["rows"] if row["system"] == "gptjax"]
     ladder = {row["precision"]: f"{figure(row['since_start'], 3)} ×" for row in rows}  # last rungs
-    start = {row["start"]: row["total"] for row in results["startup"]["rows"]}
+    started = [r for r in results["startup"]["rows"] if r.get("case", "bf16") == "bf16"]
+    start = {row["start"]: row["total"] for row in started}  # the last checkout's
     two = [r for r in results["scaling"]["compared"] if r["batch"] == 64][0]
     scaled = percent(two["one_gpu_ms"] / two["measured_ms"])
     normuon = [v for k, v in results["learning/learning"]["result"].items() if "normuon" in k][0]
