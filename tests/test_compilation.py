@@ -3,6 +3,7 @@ memory."""
 
 import dataclasses
 import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import compilation
 from gptjax.training.memory import available_bytes, needed_bytes
+from pallas_kernels import _dispatch, _triton, transpose_add, transpose_copy
 
 
 def compiled_for(n: int) -> jax.stages.Compiled:
@@ -43,6 +45,32 @@ def test_two_programs_at_once():
     begun = [compiler.start(jax.jit(f), x) for f in (double, lambda x: x * x)]
     assert [one.result()(x).tolist() for one in begun] == [[0, 2, 4], [0, 1, 4]]
     assert compiler.seconds > 0 and str(compiler).endswith("s (no cache)")
+
+
+def test_each_triton_kernel_is_compiled_once_before_lowering(monkeypatch):
+    """Also inside a loop; launches that differ in a constant have kernels of their own."""
+    triton_lib = _triton.jax_triton.triton_lib
+    compiled = []
+
+    def compile_kernel(self, spec, *_):
+        compiled.append((self.name, spec.constants["R"]))
+        raise RuntimeError("no GPU")
+
+    gpu = types.SimpleNamespace(get_compute_capability=lambda device: 90)
+    monkeypatch.setattr(triton_lib, "triton_kernel_call_lib", gpu)
+    monkeypatch.setattr(triton_lib.TritonFunction, "_compile_kernel", compile_kernel)
+    monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
+
+    def copy(x):
+        return transpose_copy(x, implementation="triton")
+
+    def f(x):
+        x, _ = jax.lax.scan(lambda x, _: (copy(copy(x)), None), x, length=2)
+        return copy(x), transpose_add(jnp.zeros((32, 64)), x, implementation="triton")
+
+    x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
+    compilation.compile_triton_kernels(jax.jit(f).trace(x).jaxpr.jaxpr)
+    assert sorted(compiled) == [("transpose", 32), ("transpose", 64), ("transpose", 64)]
 
 
 def test_a_program_that_cannot_be_compiled_says_so_where_it_is_waited_for():

@@ -4,11 +4,12 @@ import functools
 import os
 import stat
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import jax
+import jax.extend as jex
 import optax
 
 from gptjax import processes
@@ -58,6 +59,41 @@ def check_private(folder: Path) -> None:
         )
 
 
+def compile_triton_kernels(jaxpr: jex.core.Jaxpr) -> None:
+    """Compile the Triton kernels of a jaxpr concurrently. jax-triton, which compiles when JAX
+    lowers a launch, then finds them in its cache.
+
+    JAX lowers one launch after another. Triton's compiler releases the interpreter's lock for most
+    of its time.
+    """
+    launches = {}
+    for launch in _triton_launches(jaxpr, set()):
+        given = {name: x for name, x in launch.params.items() if name not in ("grid", "out_shapes")}
+        dtypes = [x.aval.dtype for x in (*launch.invars, *launch.outvars)]
+        launches.setdefault((*dtypes, *given.items()), launch)
+
+    def lower(launch: jex.core.JaxprEqn) -> None:
+        # Without the Refs of arrays that a kernel overwrites: the compiled code is the same.
+        arrays = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in launch.invars]
+        f = functools.partial(launch.primitive.bind, **launch.params)
+        jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+    with ThreadPoolExecutor() as threads:  # an error is raised again when the launch is lowered
+        for launch in launches.values():
+            threads.submit(lower, launch)
+
+
+def _triton_launches(jaxpr: jex.core.Jaxpr, seen: set[int]) -> Iterator[jex.core.JaxprEqn]:
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "triton_kernel_call":
+            yield equation
+        for inner in jax.tree.leaves([*equation.params.values()]):
+            inner = getattr(inner, "jaxpr", inner)  # of a ClosedJaxpr
+            if hasattr(inner, "eqns") and id(inner) not in seen:
+                seen.add(id(inner))
+                yield from _triton_launches(inner, seen)
+
+
 class Compiler:
     """Compile executables concurrently and cache them on disk.
 
@@ -97,7 +133,9 @@ class Compiler:
 
         `lowerable` is lowered in this thread and compiled, or loaded, in another.
         """
-        return self._threads.submit(self._compile, lowerable.lower(*abstract))
+        traced = lowerable.trace(*abstract)
+        compile_triton_kernels(traced.jaxpr.jaxpr)
+        return self._threads.submit(self._compile, traced.lower())
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
         compiled = lowered.compile(compiler_options=compiler_options())
