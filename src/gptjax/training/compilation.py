@@ -21,6 +21,7 @@ from gptjax.terminal import first_line
 from gptjax.timeline import Span
 from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
+from gptjax.training.run_log import without_torch
 from gptjax.training.step import (
     TrainState,
     make_eval_step,
@@ -78,7 +79,9 @@ def compile_triton_kernels(jaxpr: jex.core.Jaxpr) -> None:
         f = functools.partial(launch.primitive.bind, **launch.params)
         jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",))
 
-    with ThreadPoolExecutor() as threads:  # an error is raised again when the launch is lowered
+    # Triton 3.6 would import PyTorch with its first kernel. An error is raised again when the
+    # launch is lowered.
+    with without_torch(), ThreadPoolExecutor() as threads:
         for launch in launches.values():
             threads.submit(lower, launch)
 

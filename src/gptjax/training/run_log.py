@@ -12,7 +12,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,6 +145,24 @@ class NoLog(RunLog):
     sync = close = write
 
 
+class _NoTorch:
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch":
+            raise ModuleNotFoundError("PyTorch is not needed", name=name)
+
+
+@contextlib.contextmanager
+def without_torch() -> Iterator[None]:
+    """Let packages that import PyTorch where it is installed do without: the import takes 1.2 s or
+    more and is not needed."""
+    # Not as None in sys.modules: Triton 3.8 looks whether there is such a key.
+    sys.meta_path.insert(0, finder := _NoTorch())
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
+
+
 class _Events:
     """Writer of TensorBoard's event file without a thread.
 
@@ -153,14 +171,9 @@ class _Events:
     """
 
     def __init__(self, run_dir: Path, purge_step: int):
-        # tensorboardX would import torch, which takes 1.2 s or more and is not needed.
-        torch = sys.modules.setdefault("torch", None)  # pyright: ignore
-        try:
+        with without_torch():
             from tensorboardX import event_file_writer, summary
             from tensorboardX.proto import event_pb2
-        finally:
-            if torch is None:
-                del sys.modules["torch"]
         self._summary, self._proto = summary, event_pb2
         # tensorboardX names a file by the time in seconds and would overwrite the file of a run
         # that was killed in the same second, hence the suffix.
