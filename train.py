@@ -101,12 +101,12 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
 
     # -------------------------------------------------------------------------------------- compile
     say("compiling", "… usually less than a minute")
-    threads = stack.enter_context(ThreadPoolExecutor())  # while XLA compiles
+    threads = stack.enter_context(ThreadPoolExecutor())  # for work while the steps compile
     step, compiler = start.step or 0, Compiler(cache_folder())
-    steps = StagedStep(compiler, inputs, tx, abstract_state, parallel, step, say)
-    stack.callback(steps.close)
     if start.step is None:
         first_state = threads.submit(init_from.first_state, config, tx, parallel, source)
+    steps = StagedStep(compiler, inputs, tx, abstract_state, parallel, step, say)
+    stack.callback(steps.close)
     train_step, eval_step = steps.at(step)
     gc.freeze()  # most objects so far stay: a collection would visit them all
     gc.enable()
