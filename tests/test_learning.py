@@ -14,6 +14,8 @@ from gptjax import cli
 ROOT = Path(__file__).parents[1]
 PLAN = """
 config = "configs/a.py"
+[options]
+best = "--momentum 0.9"
 [[runs]]
 name = "base"
 seeds = [0, 1]
@@ -25,7 +27,8 @@ seeds = [0, 1]
 purpose = "steps to the base's loss"
 [[runs]]
 name = "rival_long"
-options = "--max-steps 80"
+base = "rival_short"
+options = "$best --max-steps 80"
 seeds = [0, 1]
 purpose = "steps to the base's loss"
 [[runs]]
@@ -52,7 +55,11 @@ steps, seed = int(words.get("--max-steps", 100)), int(words["--seed"])
 loss = 10 - math.log(steps) - seed / 100
 start = {"kind": "event", "event": "start", "commit": None, "date": "2026-11-27"}
 start |= {"device": "H100", "versions": {}, "config": {"max_steps": steps, "batch_tokens": 1000}}
-rows = [start, *({"kind": "train", "step": k, "ms": 100 if k else None} for k in range(steps))]
+train = {"kind": "train", "loss": 1.0}
+rows = [start, *(train | {"step": k, "ms": 100 if k else None} for k in range(steps))]
+rows[-50:] = [row | {"loss": loss + 1} for row in rows[-50:]]
+shares = {"mlp.0.hidden": 0, "mlp.1.hidden": 0.1, "mlp.0.hidden.zero": 0.2}
+rows.append({"kind": "clipping"} | shares)
 rows.append({"kind": "val", "step": steps, "loss": loss})
 if "--nan" in sys.argv:
     rows[-1] = {"kind": "event", "event": "not finite"}
@@ -105,6 +112,16 @@ def test_runs_are_trained_once_and_what_is_missing_is_trained_again(call, tmp_pa
     # 95 % of Student's t with one degree of freedom: 12.706 standard errors.
     assert rows["base"][:4] == ["2", "100", "5.3898", f"{12.706 * 0.005:.4f}"]
     assert rows["rival_short"][4:6] == ["+0.6931", "0.0000"] and rows["diverges"][2] == "inf"
+    # Compared with rival_short, the final and the training loss.
+    assert rows["rival_long"][4:6] == rows["rival_long"][8:10] == ["-0.4700", "0.0000"]
+    assert rows["base"][6:8] == ["6.3898", "6.3848–6.3948"] and rows["base"][10:12] == [
+        "100.0",
+        "0.0",
+    ]
+    assert rows["base"][13:] == "FP8 mlp.hidden ≤ 1.0e-01, FP8 mlp.hidden.zero ≤ 2.0e-01".split()
+    long = next(run for run in records if run["group"] == "rival_long")
+    assert "configs/a.py --momentum 0.9 --max-steps 80" in long["command"]
+    assert long["fp8"] == {"mlp.hidden": 0.1, "mlp.hidden.zero": 0.2}
     assert (
         rows["steps"] == "of rival_short to the loss of base: 1.000 ± 0.000 (95 %, 2 seeds)".split()
     )
@@ -150,9 +167,11 @@ def test_a_plan_is_checked(tmp_path):
         learning.read_plan(plan)
 
 
-def test_the_kept_plan_has_options_of_train():
-    runs, comparisons = learning.read_plan(ROOT / "benchmarks" / "learning_plan.toml")
+@pytest.mark.parametrize("name", ["learning_plan", "fp8_losses_plan"])
+def test_a_kept_plan_has_options_of_train(name):
+    runs, comparisons = learning.read_plan(ROOT / "benchmarks" / f"{name}.toml")
     groups = {run.group: run for run in runs}
+    assert {run.base for run in runs} <= groups.keys()
     for run in groups.values():
         cli.from_command_line([*run.command[2:], "--name", run.name])
     for compare in comparisons:

@@ -3,8 +3,10 @@
 python benchmarks/tools/learning.py --gpus 4 --limit-s 560 --data-dir data
 
 A plan is a TOML file (benchmarks/learning_plan.toml). Each `[[runs]]` has a `name`, the `options`
-of train.py, the `seeds`, the `purpose` (what the result decides), and a `config` if it differs from
-the plan's. Each `[[compare]]` names a `base` and runs of a `rival` at several lengths.
+of train.py, the `seeds`, the `purpose` (what the result decides), a `config` if it differs from the
+plan's, and a `base`, the group that it is compared with, if that is not the first. `$NAME` in
+options is the text NAME of the table `[options]`. Each `[[compare]]` names a `base` and runs of a
+`rival` at several lengths.
 
 Each run is a process of train.py. A finished run is one line of --out; a run that NaN ended is
 finished. A run that fails or does not end in time is not recorded. The same command trains the runs
@@ -24,9 +26,10 @@ import threading
 import time
 import tomllib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 import numpy as np
@@ -39,7 +42,12 @@ from gptjax.training.run_log import read_log
 STARTED = time.perf_counter()
 ROOT = Path(__file__).parents[2]
 TRAIN = [sys.executable, str(ROOT / "train.py")]
-TITLES = ("seeds", "steps", "final loss", "± 95 %", "− base", "± 95 %", "ms a step", "seconds")
+LAST = 50
+INTERVAL = "± 95 %"
+TITLES = (
+    *("seeds", "steps", "final loss", INTERVAL, "− base", INTERVAL),
+    *(f"training, last {LAST}", "range", "− base", INTERVAL, "ms a step", INTERVAL, "seconds"),
+)
 
 
 class Run(NamedTuple):
@@ -48,6 +56,7 @@ class Run(NamedTuple):
     group: str
     seed: int
     command: tuple[str, ...]
+    base: str
 
     @property
     def name(self) -> str:
@@ -65,10 +74,12 @@ def read_plan(path: Path) -> tuple[list[Run], list[dict]]:
     for row in plan["runs"]:
         if not row.get("purpose"):
             raise ValueError(f"{path}: the run {row['name']!r} has no purpose")
-        options = shlex.split(f"{row.get('config', plan['config'])} {row.get('options', '')}")
+        options = f"{row.get('config', plan['config'])} {row.get('options', '')}"
+        options = shlex.split(Template(options).substitute(plan.get("options", {})))
+        base = row.get("base", plan["runs"][0]["name"])
         for seed in row["seeds"]:
             command = ("python", "train.py", "--config", *options, "--seed", str(seed))
-            runs.append(Run(row["name"], seed, command))
+            runs.append(Run(row["name"], seed, command, base))
     if len({run.name for run in runs}) < len(runs):
         raise ValueError(f"{path}: two runs have the same name and seed")
     return runs, plan.get("compare", [])
@@ -90,6 +101,7 @@ def record_of(run: Run, log: Path) -> dict | None:
         return None
     times = [line["ms"] for line in steps if line["ms"] is not None]
     ms = statistics.median(times) if times else None
+    last = [line["loss"] for line in steps[-LAST:]]
     return {
         **{"name": run.name, "group": run.group, "seed": run.seed},
         "command": shlex.join(run.command),
@@ -97,7 +109,22 @@ def record_of(run: Run, log: Path) -> dict | None:
         **{"steps": start["config"]["max_steps"], "finite": not failed, "val": val, "ms": ms},
         "tokens_per_second": ms and start["config"]["batch_tokens"] / ms * 1e3,
         "training_seconds": ms and sum(times) / len(times) * len(steps) / 1e3,
+        "last_training_loss": None if failed else statistics.fmean(last),
+        "fp8": fp8_shares(lines),
     }
+
+
+def fp8_shares(lines: Sequence[dict]) -> dict[str, float]:
+    """Return the greatest share of clipped numbers and of zeros (".zero") of each FP8 operand, over
+    the calls of an operation and the logged steps: {"swiglu.hidden.zero": 0.01, …}."""
+    greatest: dict[str, float] = {}
+    for line in lines:
+        if line["kind"] == "clipping":
+            for name in line.keys() - {"kind", "step", "tokens"}:
+                operation, _, operand = name.split(".", 2)
+                key = f"{operation}.{operand}"
+                greatest[key] = max(greatest.get(key, 0.0), line[name])
+    return dict(sorted(greatest.items()))
 
 
 class Driver:
@@ -185,7 +212,7 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half of its 95 % interval by Student's t; NaN for one value."""
     n = len(values)
     if n < 2 or not np.isfinite(values).all():
-        return float(np.mean(values)), math.nan
+        return float(np.mean(values)) if n else math.nan, math.nan
     half = student.ppf(0.975, n - 1) * np.std(values, ddof=1) / math.sqrt(n)
     return float(np.mean(values)), float(half)
 
@@ -214,33 +241,45 @@ def share_of_steps(base: dict[int, dict], rival: Sequence[dict[int, dict]]) -> l
 
 
 def report(runs: Sequence[Run], comparisons: Sequence[dict], records: Sequence[dict]) -> None:
-    """Print the groups of the plan, each with its difference from the first group over common
-    seeds, and the comparisons."""
+    """Print the groups of the plan, each with its differences from its base over common seeds, and
+    the comparisons."""
     groups = by_group(records)
-    names = [name for name in dict.fromkeys(run.group for run in runs) if name in groups]
-    rows = []
-    for name in names:
-        group, base = groups[name], groups[names[0]]
-        seeds = sorted(set(group) & set(base))
-        loss = interval([*map(final, group.values())])
-        less = (
-            interval([final(group[s]) - final(base[s]) for s in seeds])
-            if seeds
-            else (math.nan,) * 2
-        )
-        steps = "/".join(map(str, sorted({r["steps"] for r in group.values()})))
-        ms = statistics.median(r["ms"] or math.nan for r in group.values())
-        seconds = statistics.median(r["seconds"] for r in group.values())
-        losses = [f"{loss[0]:.4f}", f"{loss[1]:.4f}", f"{less[0]:+.4f}", f"{less[1]:.4f}"]
-        rows.append(Row(name, (str(len(group)), steps, *losses, f"{ms:.1f}", f"{seconds:.0f}")))
+    rows = [
+        row_of(run.group, groups[run.group], groups.get(run.base, {}))
+        for run in {run.group: run for run in runs}.values()
+        if run.group in groups
+    ]
     if rows:
-        print_table("validation loss", TITLES, rows)
+        print_table("validation loss and training loss", TITLES, rows)
     for compare in comparisons:
         base, *rival = (groups.get(name, {}) for name in (compare["base"], *compare["rival"]))
         if len(shares := share_of_steps(base, rival)) > 1:
             mean, half = interval(shares)
             text = f"{mean:.3f} ± {half:.3f} (95 %, {len(shares)} seeds)"
             print(f"steps of {compare['rival'][0]} to the loss of {compare['base']}: {text}")
+
+
+def row_of(name: str, group: dict[int, dict], base: dict[int, dict]) -> Row:
+    """Return the row of a group, with the greatest shares of its FP8 operands as a note."""
+    seeds, found = sorted(set(group) & set(base)), list(group.values())
+
+    def cells(of: Callable[[dict], float]) -> tuple[list[float], tuple[str, ...], tuple[str, ...]]:
+        losses = [*map(of, found)]
+        mean, half = interval(losses)
+        less = interval([of(group[seed]) - of(base[seed]) for seed in seeds])
+        return losses, (f"{mean:.4f}", f"{half:.4f}"), (f"{less[0]:+.4f}", f"{less[1]:.4f}")
+
+    steps = "/".join(map(str, sorted({r["steps"] for r in found})))
+    _, final_loss, final_less = cells(final)
+    last, (mean, _), last_less = cells(lambda r: r.get("last_training_loss") or math.nan)
+    ms, half = interval([r["ms"] or math.nan for r in found])
+    seconds = statistics.median(r["seconds"] for r in found)
+    figures = (str(len(group)), steps, *final_loss, *final_less)
+    figures += (mean, f"{min(last):.4f}–{max(last):.4f}", *last_less)
+    fp8 = [(share, operand) for r in found for operand, share in r.get("fp8", {}).items()]
+    kinds = [max(x for x in fp8 if x[1].endswith(".zero") == zero) for zero in (False, True) if fp8]
+    note = ", ".join(f"FP8 {operand} ≤ {share:.1e}" for share, operand in kinds)
+    return Row(name, (*figures, f"{ms:.1f}", f"{half:.1f}", f"{seconds:.0f}"), note)
 
 
 def main(argv: list[str] | None = None) -> int:
