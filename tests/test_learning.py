@@ -167,7 +167,7 @@ def test_a_plan_is_checked(tmp_path):
         learning.read_plan(plan)
 
 
-@pytest.mark.parametrize("name", ["learning_plan", "fp8_losses_plan"])
+@pytest.mark.parametrize("name", ["learning_plan", "learning_final_plan", "fp8_losses_plan"])
 def test_a_kept_plan_has_options_of_train(name):
     runs, comparisons = learning.read_plan(ROOT / "benchmarks" / f"{name}.toml")
     groups = {run.group: run for run in runs}

@@ -45,12 +45,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=how)
     parser.add_argument("results", type=Path, help="folder of JSON files, or one .json or .jsonl")
     parser.add_argument("pictures", type=Path, help="folder: NAME.png for each file NAME")
+    parser.add_argument("--groups", nargs="+", help="only these groups of runs")
     options = parser.parse_args(argv)
     is_folder = options.results.is_dir()
     for file in sorted(options.results.glob("*.json")) if is_folder else [options.results]:
         out = options.pictures / f"{file.stem}.png"
         if file.suffix == ".jsonl":
-            draw_runs(learning.read_records(file), out)
+            records = learning.read_records(file)
+            named = options.groups or [record["group"] for record in records]
+            draw_runs([record for record in records if record["group"] in named], out)
         else:
             result = results.read(file)
             first = result["rows"][0]

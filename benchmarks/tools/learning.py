@@ -266,8 +266,8 @@ def row_of(name: str, group: dict[int, dict], base: dict[int, dict]) -> Row:
     def cells(of: Callable[[dict], float]) -> tuple[list[float], tuple[str, ...], tuple[str, ...]]:
         losses = [*map(of, found)]
         mean, half = interval(losses)
-        less = interval([of(group[seed]) - of(base[seed]) for seed in seeds])
-        return losses, (f"{mean:.4f}", f"{half:.4f}"), (f"{less[0]:+.4f}", f"{less[1]:.4f}")
+        less, half_less = interval([of(group[seed]) - of(base[seed]) for seed in seeds])
+        return losses, (text(mean), text(half)), (text(less, "+.4f"), text(half_less))
 
     steps = "/".join(map(str, sorted({r["steps"] for r in found})))
     _, final_loss, final_less = cells(final)
@@ -275,11 +275,16 @@ def row_of(name: str, group: dict[int, dict], base: dict[int, dict]) -> Row:
     ms, half = interval([r["ms"] or math.nan for r in found])
     seconds = statistics.median(r["seconds"] for r in found)
     figures = (str(len(group)), steps, *final_loss, *final_less)
-    figures += (mean, f"{min(last):.4f}–{max(last):.4f}", *last_less)
+    figures += (mean, f"{min(last):.4f}–{max(last):.4f}" if mean else "", *last_less)
     fp8 = [(share, operand) for r in found for operand, share in r.get("fp8", {}).items()]
     kinds = [max(x for x in fp8 if x[1].endswith(".zero") == zero) for zero in (False, True) if fp8]
     note = ", ".join(f"FP8 {operand} ≤ {share:.1e}" for share, operand in kinds)
-    return Row(name, (*figures, f"{ms:.1f}", f"{half:.1f}", f"{seconds:.0f}"), note)
+    return Row(name, (*figures, text(ms, ".1f"), text(half, ".1f"), f"{seconds:.0f}"), note)
+
+
+def text(number: float, form: str = ".4f") -> str:
+    """Return the number as text, empty for NaN."""
+    return "" if math.isnan(number) else format(number, form)
 
 
 def main(argv: list[str] | None = None) -> int:
