@@ -69,7 +69,9 @@ def test_each_triton_kernel_is_compiled_once_before_lowering(monkeypatch):
         return copy(x), transpose_add(jnp.zeros((32, 64)), x, implementation="triton")
 
     x = jax.ShapeDtypeStruct((64, 32), jnp.float32)
-    compilation.compile_triton_kernels(jax.jit(f).trace(x).jaxpr.jaxpr)
+    jaxpr = jax.jit(f).trace(x).jaxpr.jaxpr
+    with pytest.raises(RuntimeError, match="no GPU"):
+        compilation.compile_triton_kernels(jaxpr)
     assert sorted(compiled) == [("transpose", 32), ("transpose", 64), ("transpose", 64)]
 
 

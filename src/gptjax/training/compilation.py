@@ -79,11 +79,11 @@ def compile_triton_kernels(jaxpr: jex.core.Jaxpr) -> None:
         f = functools.partial(launch.primitive.bind, **launch.params)
         jax.jit(f).trace(*arrays).lower(lowering_platforms=("cuda",))
 
-    # Triton 3.6 would import PyTorch with its first kernel. An error is raised again when the
-    # launch is lowered.
+    # Triton 3.6 would import PyTorch with its first kernel.
     with without_torch(), ThreadPoolExecutor() as threads:
-        for launch in launches.values():
-            threads.submit(lower, launch)
+        compiled = [threads.submit(lower, launch) for launch in launches.values()]
+    for kernel in compiled:
+        kernel.result()  # raises the error of a kernel that does not compile
 
 
 def _triton_launches(jaxpr: jex.core.Jaxpr, seen: set[int]) -> Iterator[jex.core.JaxprEqn]:
