@@ -92,9 +92,9 @@ def main() -> None:
         facts["packages"] = ("jax-triton", "triton")
         results.write(o.out, results.new(command, rows, **facts))
     for row in rows:
-        seconds = {"total": row.get("total", float("nan")), **row.get("parts", {})}
-        parts = ", ".join(f"{part} {x:.1f}" for part, x in seconds.items())
-        print(f"{row['case']:8} {row['tree']} {row['start']}: {parts}{row.get('error', '')}")
+        seconds = {"total": row.get("total"), **row.get("parts", {})}
+        parts = row.get("error") or ", ".join(f"{part} {x:.1f}" for part, x in seconds.items())
+        print(f"{row['case']:8} {row['tree']} {row['start']}: {parts}")
 
 
 if __name__ == "__main__":
