@@ -239,12 +239,21 @@ def test_blocks_outside_ranges_are_not_read(triton_on_cpu, monkeypatch):
     np.testing.assert_array_equal(pull_found(clean)[0], pull(clean)[0])
 
 
-@pytest.mark.parametrize("dim, capability", [(256, 80), (256, 86), (256, 90), (192, 90)])
-def test_wide_heads_fit_shared_memory(dim, capability):
-    x = jax.ShapeDtypeStruct((2, 512, 2, dim), BF16)
-    v = jax.ShapeDtypeStruct((2, 512, 2, 128 if dim == 192 else dim), BF16)
-    f = lambda *qkv: flash_attention(*qkv, implementation="triton").astype(FP32).sum()
-    for kernel in triton_kernels(jax.grad(f, (0, 1, 2)), x, x, v, capability=capability):
+@pytest.mark.parametrize(
+    "dim, capability, dtype, biased",
+    [
+        *((256, capability, BF16, False) for capability in (80, 86, 90)),
+        (192, 90, BF16, False),
+        (64, 90, FP32, True),
+    ],
+)
+def test_wide_heads_and_biases_fit_shared_memory(dim, capability, dtype, biased):
+    x = jax.ShapeDtypeStruct((2, 512, 2, dim), dtype)
+    v = jax.ShapeDtypeStruct((2, 512, 2, 128 if dim == 192 else dim), dtype)
+    bias = jax.ShapeDtypeStruct((2, 2, 512, 512), dtype) if biased else None
+    how = {"precision": "highest", "implementation": "triton"}
+    f = lambda q, k, v, bias: flash_attention(q, k, v, bias=bias, **how).astype(FP32).sum()
+    for kernel in triton_kernels(jax.grad(f, (0, 1, 2, 3)), x, x, v, bias, capability=capability):
         assert kernel.shared_bytes <= {80: 163, 86: 99, 90: 227}[capability] * 1024, kernel.name
         assert kernel.spill_bytes == 0 and not kernel.serialized, kernel
 
@@ -324,6 +333,8 @@ GPU_CASES = [
 @pytest.mark.parametrize("shape, options", GPU_CASES, ids=map(name, GPU_CASES))
 def test_on_the_gpu(shape, options):
     check_options("triton", shape, BF16, **options)
+    if "bias" in options:  # tiles of its own in fp32
+        check_options("triton", shape, FP32, **options)
 
 
 MOSAIC_GPU_CASES = [
