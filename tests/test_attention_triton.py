@@ -99,14 +99,21 @@ def test_packed_is_unpacked(triton_on_cpu, monkeypatch):
 
 @pytest.fixture
 def tensor_cores(triton_on_cpu, monkeypatch):
-    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a
-    GPU's."""
+    """Products in TF32 leave out the low 13 bits of their operands, and their only NaN is a GPU's.
+    "tf32x3" splits operands as Triton's compiler does."""
     from triton.runtime import interpreter
 
     multiply = interpreter.InterpreterBuilder.create_dot
 
     def create_dot(self, a, b, d, precision, *args):
-        if not precision.name.startswith("TF32"):
+        if precision.name == "TF32x3":
+            (a, a_rest), (b, b_rest) = (
+                (big := to_tf32(x.data), to_tf32(x.data - big)) for x in (a, b)
+            )
+            rest = np.matmul(a, b_rest) + np.matmul(a_rest, b)
+            product = np.where(np.isnan(rest), 0, rest) + np.matmul(a, b) + d.data
+            return interpreter.TensorHandle(product, d.dtype.scalar)
+        if precision.name != "TF32":
             return multiply(self, a, b, d, precision, *args)
         cut = [
             (np.ascontiguousarray(x.data).view(np.uint32) & 0xFFFFE000).view(np.float32)
@@ -206,6 +213,22 @@ def test_not_a_number_stays_so_in_tf32(bits, on_gpu, request, monkeypatch):
         assert np.isnan(ours[:, touched]).all(), name
         if name != "dk":  # there 0·NaN comes through to later keys of the block
             np.testing.assert_array_equal(ours[:, ~touched], clean[:, ~touched])
+
+
+@pytest.mark.parametrize("on_gpu", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_masked_values_in_true_fp32(on_gpu, request):
+    """Values near the largest number become infinite in TF32, of which true fp32 is composed."""
+    if not on_gpu:
+        request.getfixturevalue("tensor_cores")
+    (q, k, v), _ = inputs((1, 40, 1, 1, 64), FP32)
+    seen = np.arange(40) < 23
+    far = jnp.where(seen[None, :, None, None], v, np.finfo(np.float32).max)
+    for how in (
+        {"bias": jnp.broadcast_to(jnp.where(seen, 0, -jnp.inf), (1, 1, 40, 40))},
+        {"key_range": (jnp.zeros((1, 40), jnp.int32), jnp.full((1, 40), 22))},
+    ):
+        f = jax.jit(call("triton", causal=False, precision="highest", **how))
+        np.testing.assert_array_equal(f(q, k, far)[0], f(q, k, v)[0])
 
 
 # --------------------------------------------------------------------------------- what is not read

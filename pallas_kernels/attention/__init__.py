@@ -87,8 +87,8 @@ def flash_attention(
         softcap: c of c·tanh(scale·Q·K/c), applied before the bias.
         sinks_H: a learned logit of each head, added to the softmax's denominator. L includes it.
         bias: added to the scores, of q's dtype or fp32; axes of batch and heads may be 1. Its
-            gradient is an array of B·H·T·S. A bias of −∞ masks any score, also NaN. Or ALiBi's
-            slopes, H: bias −slope · (position − s).
+            gradient is an array of B·H·T·S. A bias of −∞ masks any score, also NaN; the masked
+            values must be finite. Or ALiBi's slopes, H: bias −slope · (position − s).
         segment_ids: integers of any type. A document is a run of equal ids, and a query sees only
             keys of the query's document. Two runs of the same id, separated by another id, are
             different documents. Or a pair, ids of queries and ids of keys: a query sees the keys

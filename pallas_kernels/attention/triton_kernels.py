@@ -20,6 +20,8 @@ from pallas_kernels.attention.triton_tf32 import (
 # Below every finite score and above −∞, so −∞ − LOWEST is −∞. A row that has not seen a key yet
 # needs no guard against ∞ − ∞.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
+# Rounded to TF32, finite fp32 numbers from this one on are ∞.
+TOO_LARGE = tl.constexpr(2.0**127 * (2 - 2.0**-11))
 
 
 class Mask(NamedTuple):
@@ -278,6 +280,9 @@ def forward_kernel(
             out_MP = tl.fma(out_MP, tl.broadcast_to(shrink_M[:, None], (M, PE)), pv_MP)
         else:
             v_NP = load_rows(v_ptr, s0, V_ROW, S, E, N, PE, S % N != 0)
+            if PRECISION == "tf32x3" and MASK.EMPTY:
+                # A masked value stays finite: 0 · ∞ is NaN.
+                v_NP = tl.where(tl.abs(v_NP) < TOO_LARGE, v_NP, v_NP * (1 - 2.0**-11))
             out_MP = tl.dot(
                 p_MN.to(v_NP.dtype), v_NP, out_MP * shrink_M[:, None], input_precision=PRECISION
             )
