@@ -85,17 +85,26 @@ STEPS = {
     "1558M, bf16, B = 36": "gpt2_xl_36",
     "Llama 3, 124M, bf16, B = 64": "llama3_124m_64_torch",
     "Llama 3, 1B, bf16, B = 16": "llama3_1b_16_torch",
+    **{
+        f"124M, {precision}, B = 1, T = {length:,}; H100": f"long_{length}:{precision.lower()}"
+        for length in (32_768, 131_072)
+        for precision in ("bf16", "FP8")
+    },
 }
+"""Label → file, and the precision of the file's rows if the file has several."""
 
 
 def step_table(results: Results) -> str:
     """Time, throughput and memory of each step, compared with PyTorch."""
     lines = []
     for label, name in STEPS.items():
-        rows = {row["system"]: row for row in results[f"step/{name}"]["rows"]}
-        ours = rows["gptjax"]
+        name, _, precision = name.partition(":")
+        rows = [r for r in results[f"step/{name}"]["rows"] if precision in ("", r["precision"])]
+        (ours,) = (row for row in rows if row["system"] == "gptjax")
         speed = [f"**{figure(ours['tokens/s'])}**", percent(ours["mfu"])]
-        lines.append([label, *speed, f"{ours['peak_gib']:.1f}", ratio(ours["of_torch"])])
+        memory = f"{ours.get('needed_gib', ours['peak_gib']):.1f}"
+        compared = ratio(ours["of_torch"]) if "of_torch" in ours else "PyTorch: out of memory"
+        lines.append([label, *speed, memory, compared])
     return markdown(("step", "tokens/s", "MFU", "GiB", "compared with PyTorch"), lines)
 
 
