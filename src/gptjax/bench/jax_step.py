@@ -107,6 +107,10 @@ class JaxStep:
         self._state = state
         return taken
 
+    def rest(self) -> None:
+        """Free the state; the next run begins with a new one."""
+        self._state = None
+
     @property
     def peak(self) -> int | None:
         """Largest number of bytes that this process has allocated through JAX; None on a CPU."""

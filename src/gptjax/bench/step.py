@@ -27,6 +27,7 @@ COLUMNS = {
     "compile_s": ("compile s", ".1f"),
     "of_torch": ("of torch", ".3f"),
     "of_llmc": ("of llm.c", ".3f"),
+    "of_jla": ("of jla", ".3f"),
     "factor": ("rung", ".2f"),
     "since_start": ("since start", ".2f"),
 }
