@@ -312,8 +312,13 @@ def _losses(options, x_NC, w_VC, labels, weights_M):
     return options.over_chunks(losses, x_NC, labels)[0]
 
 
+def _once(x):
+    # Not one call for x and w: a loop over x then computes the operand of w before the loop.
+    return _calls.once("linear_cross_entropy", x)
+
+
 def _fused_forward(options, x_NC, w_VC, labels, weights_M):
-    x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
+    x_NC, w_VC = map(_once, (x_NC, w_VC))
     arrays = x_NC, w_VC, labels, weights_M
     results = options.on_shards(_gradients, "n, n, n c, v c", *arrays)
     losses_N, lse_N, dx_NC, dw_VC = _calls.saved("linear_cross_entropy", results)
@@ -337,7 +342,7 @@ def _fused_backward(options, saved, cotangents):
     w_VC, labels = arrays[1:3]
     g_N, _ = cotangents  # `known` differentiates lse
     # `bits_N` below has no derivative.
-    g_N = _calls.once("linear_cross_entropy", g_N.astype(jnp.float32))
+    g_N = _once(g_N.astype(jnp.float32))
     dx_NC = _scaled(dx_NC, g_N)
     # Compare integers, because NaN ≠ NaN. The cotangent of a mean is one number broadcast, so XLA
     # detects at compile time that all g_n are equal, and removes the branch below.
@@ -397,7 +402,7 @@ def _in_one_chunk(options, x_NC, w_VC, labels, weights_M):
 
 
 def _in_one_chunk_forward(options, x_NC, w_VC, labels, weights_M):
-    x_NC, w_VC = _calls.once("linear_cross_entropy", (x_NC, w_VC))
+    x_NC, w_VC = map(_once, (x_NC, w_VC))
     results = options.classified(x_NC, w_VC, labels, weights_M)
     losses_N, dlogits_NV, lse_N = _calls.saved("linear_cross_entropy", results)
     return (losses_N, lse_N), (dlogits_NV, x_NC, w_VC)
@@ -405,7 +410,7 @@ def _in_one_chunk_forward(options, x_NC, w_VC, labels, weights_M):
 
 def _in_one_chunk_backward(options, saved, cotangents):
     dlogits_NV, x_NC, w_VC = saved
-    g_N = _calls.once("linear_cross_entropy", cotangents[0].astype(jnp.float32))
+    g_N = _once(cotangents[0].astype(jnp.float32))
     w, dlogits = options.numerics.head(w_VC, x_NC.dtype), Operand(dlogits_NV)
     dx_NC = _scaled(options.numerics.input_gradient(dlogits, w, x_NC.dtype), g_N)
     dw_VC = options.dw(dlogits, Operand(_scaled(x_NC, g_N)))

@@ -33,6 +33,7 @@ from gptjax.optim import Scheduled, evaluation_params, low_precision
 from gptjax.optim.adamw import global_norm
 from gptjax.optim.metrics import metrics_of
 from gptjax.parallel import AXIS, Parallel
+from gptjax.training.hoist import hoisted
 from gptjax.training.outliers import OutlierWindow, observe
 from gptjax.training.tying import tie, tie_gradients
 from pallas_kernels.gemm import clipping
@@ -168,13 +169,14 @@ def _accumulate(
     if micro_batches == 1:
         return value_and_grad(params, _first(batch_ABT))
 
+    def in_loop(*inputs):
+        # Otherwise, the all-gathers move out of the loop, and all gathered parameters are stored.
+        return value_and_grad(*(jax.lax.optimization_barrier(inputs) if gathers else inputs))
+
+    loss_and_grads = hoisted(in_loop, params, _first(batch_ABT))
+
     def add(total, batch_BT):
-        inputs = params, batch_BT
-        if gathers:
-            # Otherwise, XLA moves the all-gathers out of the loop and stores all gathered
-            # parameters.
-            inputs = jax.lax.optimization_barrier(inputs)
-        (loss, metrics), grads = value_and_grad(*inputs)
+        (loss, metrics), grads = loss_and_grads(batch_BT)
         return jax.tree.map(jnp.add, total, (loss, grads)), metrics
 
     zero = (
