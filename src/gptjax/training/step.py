@@ -33,7 +33,7 @@ from gptjax.optim import Scheduled, evaluation_params, low_precision
 from gptjax.optim.adamw import global_norm
 from gptjax.optim.metrics import metrics_of
 from gptjax.parallel import AXIS, Parallel
-from gptjax.training.hoist import hoisted
+from gptjax.training.loop import sum_over
 from gptjax.training.outliers import OutlierWindow, observe
 from gptjax.training.tying import tie, tie_gradients
 from pallas_kernels.gemm import clipping
@@ -169,21 +169,13 @@ def _accumulate(
     if micro_batches == 1:
         return value_and_grad(params, _first(batch_ABT))
 
-    def in_loop(*inputs):
+    def sums(*inputs):
         # Otherwise, the all-gathers move out of the loop, and all gathered parameters are stored.
-        return value_and_grad(*(jax.lax.optimization_barrier(inputs) if gathers else inputs))
+        inputs = jax.lax.optimization_barrier(inputs) if gathers else inputs
+        (loss, metrics), grads = value_and_grad(*inputs)
+        return (loss, grads), metrics
 
-    loss_and_grads = hoisted(in_loop, params, _first(batch_ABT))
-
-    def add(total, batch_BT):
-        (loss, metrics), grads = loss_and_grads(batch_BT)
-        return jax.tree.map(jnp.add, total, (loss, grads)), metrics
-
-    zero = (
-        jnp.zeros((), jnp.float32),
-        jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params),
-    )
-    total, metrics = jax.lax.scan(add, zero, batch_ABT)
+    total, metrics = sum_over(sums, params, batch_ABT)
     loss, grads = jax.tree.map(lambda x: x / micro_batches, total)
     return (loss, jax.tree.map(lambda x: x.mean(0), metrics)), grads
 
