@@ -1,7 +1,8 @@
 """Measure the training step of jax-linear-attention (package jla) and gptjax's, in turns.
 
     pip install --no-deps --target jla jax-linear-attention==0.1.0 equinox wadler-lindig
-    PYTHONPATH=jla:src:. python benchmarks/rivals/jla_step.py --precision bf16 fp8 --out jla.json
+    export XLA_PYTHON_CLIENT_PREALLOCATE=true PYTHONPATH=jla:src:.
+    python benchmarks/rivals/jla_step.py --precision bf16 fp8 --out jla.json
 
 Both train jla's preset transformer-1p3b (gptjax: benchmarks/rivals/jla_1p3b.py) on random tokens,
 without recomputation, with fp32 parameters, gradients and AdamW. The MFU is of gptjax's count of
