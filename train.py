@@ -108,7 +108,6 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     steps = StagedStep(compiler, inputs, tx, abstract_state, parallel, step, say)
     stack.callback(steps.close)
     train_step, eval_step = steps.at(step)
-    gc.freeze()  # most objects so far stay: a collection would visit them all
     gc.enable()
     start_up.mark("compilation")
     say("compiled", compiler)
@@ -118,7 +117,6 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     # 1. The run's newest intact checkpoint: parameters, optimizer state, position in the data.
     # 2. Otherwise --init-from: the parameters of another model; the rest as in 3.
     # 3. Otherwise random parameters from the seed, an empty optimizer state, the first batch.
-    # 4. In all three, the arrays are sharded as the compiled step expects them.
     state = first_state.result() if start.step is None else start.restore(abstract_state)
     saved = start.step
     start_up.mark("state")
@@ -178,7 +176,6 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
             wants_val, wants_eval = due(config.val_every, last), due(config.eval_every, last)
             wants_sample = due(config.sample_every, last)
             wants_save = last or due(config.checkpoint_every)
-            wants_fp8_clipping = wants_val and own.model.precision.fp8_head
             if wants_val or wants_eval or wants_sample or wants_save:
                 read_metrics()  # raises if the loss is not finite: do not save such a state
                 if wants_val:
@@ -186,7 +183,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
                 if wants_save:
                     save()  # before code of the model that may run for the first time
                     saved = step
-                if wants_fp8_clipping:
+                if wants_val and own.model.precision.fp8_head:
                     progress.fp8_clipping(step, steps.fp8_clipping(state, batch))
                 if wants_eval:
                     progress.evaluated(step, evaluations.results(state, own.model))

@@ -86,7 +86,7 @@ STEPS = {
     "Llama 3, 124M, bf16, B = 64": "llama3_124m_64_torch",
     "Llama 3, 1B, bf16, B = 16": "llama3_1b_16_torch",
     **{
-        f"124M, {precision}, B = 1, T = {length:,}; H100": f"long_{length}:{precision.lower()}"
+        f"124M, {precision}, T = {length:,}": f"long_{length}:{precision.lower()}"
         for length in (32_768, 131_072)
         for precision in ("bf16", "FP8")
     },
