@@ -108,6 +108,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     steps = StagedStep(compiler, inputs, tx, abstract_state, parallel, step, say)
     stack.callback(steps.close)
     train_step, eval_step = steps.at(step)
+    gc.freeze()  # most objects so far stay: a collection would visit them all
     gc.enable()
     start_up.mark("compilation")
     say("compiled", compiler)
@@ -125,8 +126,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     batches, val_batches = Batches(inputs, step), inputs.val_batches()
     stack.callback(batches.close)
     val_weights = inputs.val_weights(val_batches)
-    resume_step = -1 if start.step is None else step
-    log = (RunLog if first else NoLog)(config.run_dir, resume_step, wandb=config.wandb, note=warn)
+    log = (RunLog if first else NoLog)(config.run_dir, start.step, wandb=config.wandb, note=warn)
     stack.callback(log.close)
     if first:
         inputs.dataset.copy_tokenizer(config.run_dir)

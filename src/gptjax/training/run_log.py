@@ -57,7 +57,7 @@ class RunLog:
 
     Args:
         run_dir: the run's folder, created if it does not exist.
-        resume_step: step of the checkpoint from which the run resumes; -1 for none.
+        resume_step: step of the checkpoint from which the run resumes; None for none.
         wandb: project of the run on Weights & Biases; None: do not use Weights & Biases.
         note: called with a sentence if Weights & Biases cannot be written any more; the other logs
             are still written.
@@ -70,20 +70,21 @@ class RunLog:
     def __init__(
         self,
         run_dir: str | Path,
-        resume_step: int = -1,
+        resume_step: int | None = None,
         *,
         wandb: str | None = None,
         note: Callable[[str], object] = print,
     ):
+        first = 0 if resume_step is None else resume_step + 1
         run_dir = Path(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         self.path = run_dir / "log.jsonl"
         if self.path.exists():
             rows = read_log(self.path)
-            kept = [row for row in rows if row["kind"] == "event" or row["step"] <= resume_step]
+            kept = [row for row in rows if row["kind"] == "event" or row["step"] < first]
             write_atomically(self.path, "".join(json.dumps(row) + "\n" for row in kept).encode())
         self._file = self.path.open("ab")
-        self._events = _Events(run_dir, resume_step + 1) if has_tensorboard() else None
+        self._events = _Events(run_dir, first) if has_tensorboard() else None
         self._wandb = None if wandb is None else _Wandb(run_dir, wandb, note)
 
     def write(self, kind: Kind, step: int, tokens: int, **fields: Any) -> None:
