@@ -286,14 +286,12 @@ class Block:
     def query_block(self, step, first, stop):
         """Return the head of the group, and the block of queries.
 
-        Whole heads end on the diagonal: tiles of dQ are finished as late as possible after the last
-        additions to these tiles. Split heads begin on the diagonal, so that thread blocks that work
-        on the same head add to different tiles.
+        The last blocks come first. Thread blocks that work on the same heads then read the same
+        queries at the same time, and the sums of dQ that they add to are in the L2 cache. Whole
+        heads finish tiles of dQ as late as possible after the last additions to these tiles.
         """
-        g, i = jnp.int32(0), step
-        if self.sizes.group > 1:
-            g, i = lax.div(step, stop - first), lax.rem(step, stop - first)
-        return g, stop - 1 - i if self.sizes.whole_heads else first + i
+        group = jnp.int32(self.sizes.group)
+        return lax.rem(step, group), stop - 1 - lax.div(step, group)
 
     # ------------------------------------------------------------------------ loading warpgroup
 
