@@ -12,7 +12,9 @@ of the keys each. For each block of queries:
                 dQ += dS K, dK += dSᵀ Q                                        `dq_and_dk`
 
 Pᵀ and dSᵀ are left operands in registers. dSᵀ is also stored in shared memory, since dQ is a sum
-over the keys of both warpgroups.
+over the keys of both warpgroups. With two tiles of dS, dQ is late: a step computes dQ of the block
+of queries before. Then no warpgroup waits for dS of the other, and the matmul for dK hides the
+store of dQ. The first step discards its dQ, and the last block's dQ is computed after the loop.
 
 dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
     whole heads: a thread block (CTA) processes all key blocks of a head, and is the only writer of
@@ -30,12 +32,12 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 | `q_empty` | 2 | 2 | each multiplying warpgroup | loading warpgroup |
 | `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
 | `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
-| `ds_full` | score_stages | 2 | multiplying warpgroups, after dS | both warpgroups, before dQ |
+| `ds_full` | score_stages | 2 | multiplying warpgroups, after dS, and late dQ | both, before dQ |
 | `ds_empty` | 1 | 2 | multiplying warpgroups, after dQ | both warpgroups, before dS |
 | `sums_full` | 2 | 1 | the copy of the sums of dQ | the warpgroup that started the copy |
 
 `sums_full` exists with whole heads only, `ds_empty` only with one tile of dS. Of two tiles, the one
-to be stored is free: after its matmuls ended, each warpgroup has arrived on the other's `ds_full`.
+to be stored is free: after its matmul ended, each warpgroup has arrived on the other's `ds_full`.
 
 The instructions are ordered so that the compiled code keeps the tensor cores busy: ptxas reports
 waits for matmuls, and spills.
@@ -69,7 +71,7 @@ registers too."""
 KEY_STAGES = {64: 2, 128: 1}
 """Blocks of keys in shared memory."""
 SCORE_STAGES = {64: 1, 128: 2}
-"""Tiles of dS in shared memory."""
+"""Tiles of dS in shared memory. With two, dQ is late."""
 SLOTS = {64: 1, 128: 2}
 """64×64 parts of results in shared memory for each warpgroup, in addition to the parts in the tiles
 of dS."""
@@ -255,6 +257,11 @@ class Block:
         return Ring(SCORE_STAGES[self.sizes.head_dim], self.scratch.ds_full, self.scratch.ds_empty)
 
     @property
+    def late(self) -> bool:
+        """Whether a step computes dQ of the block of queries before."""
+        return self.ds_ring.slots == 2
+
+    @property
     def mask(self) -> Mask:
         return Mask(self.sizes.options, self.sizes.keys, self.bounds)
 
@@ -350,6 +357,8 @@ class Block:
 
         def over_queries(dk_acc, dv_acc):
             pl.loop(0, steps)(lambda number: self.one_step(item, number, dk_acc, dv_acc))
+            if self.late:
+                self.last_dq(item)
             return dk_acc[...], dv_acc[...]
 
         shape = plgpu.ACC((HALF, self.sizes.head_dim), jnp.float32)
@@ -359,29 +368,49 @@ class Block:
         return fills + steps
 
     def one_step(self, item, number, dk_acc, dv_acc) -> None:
-        """Add the contributions of one block of queries to dK, dV and dQ."""
-        step = self.step(item, number)
+        """Add the contributions of one block of queries to dK and dV, and those of this block, or
+        of the block before if late, to dQ."""
+        step = of_dq = self.step(item, number)
+        counts = True
         self.q_ring.wait_full(step.slot)
+        if self.late:
+            of_dq, counts = self.step(item, jnp.maximum(number - 1, 0)), number > 0
+            pl.when(counts)(lambda: self.ds_ring.wait_full(self.ds_ring.slot(step.fill + 1)))
         shape = plgpu.ACC((HALF, self.sizes.queries), jnp.float32)
-        ds = pl.run_scoped(functools.partial(self.scores_and_dv, item, step, dv_acc), shape, shape)
-        ds_slot = self.ds_ring.slot(step.fill)
-        if self.scratch.ds_empty is not None:
-            # 0. If ptxas knows that, it keeps each address in a register, and spills registers.
-            ds_slot = lax.shift_right_logical(step.fill, jnp.int32(30))
-        self.share_ds(item, step, ds_slot, ds)
+        run = functools.partial(self.scores_and_dv, item, step, of_dq, counts, dv_acc)
+        ds = pl.run_scoped(run, shape, shape)
+        if not self.late:
+            self.share_ds(item, step, ds)
         dq = pl.run_scoped(
-            lambda dq_acc: self.dq_and_dk(item, step, ds_slot, ds, dq_acc, dk_acc),
+            lambda dq_acc: self.dq_and_dk(item, step, ds, dq_acc, dk_acc),
             plgpu.ACC((HALF, HALF), jnp.float32),
         )
-        if self.scratch.ds_empty is not None:
-            self.ds_ring.release(ds_slot)
-        if self.sizes.whole_heads:
-            pl.when(~step.ends)(lambda: self.add_to_sums(step, dq))
-            pl.when(step.ends)(lambda: self.finish_dq(item, step, dq))
-        else:
-            self.add_to_sums(step, dq)
+        if not self.late:
+            self.ds_ring.release(self.ds_slot(step))
+        self.add_dq(item, of_dq, dq, counts)
         plgpu.wgmma_wait(0)
         self.q_ring.release(step.slot)
+
+    def last_dq(self, item) -> None:
+        """Add the contribution of the last block of queries to dQ."""
+        step = self.step(item, item.steps - 1)
+        self.ds_ring.wait_full(self.ds_slot(step))
+        self.fetch_sums(step, True)
+
+        def run(dq_acc):
+            self.start_dq(item, step, self.ds_slot(step), dq_acc)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for `add_to_sums`
+            return plgpu.wgmma_accumulator_load(dq_acc)
+
+        dq = pl.run_scoped(run, plgpu.ACC((HALF, HALF), jnp.float32))
+        self.add_dq(item, step, dq, True)
+
+    def ds_slot(self, step):
+        """Return the slot of dS of a step."""
+        if self.late:
+            return self.ds_ring.slot(step.fill)
+        # 0. If ptxas knows that, it keeps each address in a register, and spills registers.
+        return lax.shift_right_logical(step.fill, jnp.int32(30))
 
     def step(self, item, number) -> Step:
         g, i = self.query_block(number, item.first, item.stop)
@@ -428,24 +457,28 @@ class Block:
         """Return this warpgroup's 64×64 part of a tile of dQ, queries×D."""
         return ref.at[item.mine] if self.sizes.head_dim == HALF else ref.at[:, item.mine]
 
-    def scores_and_dv(self, item, step, dv_acc, s_acc, dp_acc):
+    def scores_and_dv(self, item, step, of_dq, counts, dv_acc, s_acc, dp_acc):
         """Compute S, dP, P and dS, and issue the matmul for dV. Return dS."""
         lse = self.start_scores(item, step, s_acc, dp_acc)
-        if self.sizes.whole_heads:
-
-            @pl.when(step.ends & ~step.starts)
-            def _fetch():
-                # `scratch.sums` is free, and the additions of other work items have arrived.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0))
-                plgpu.copy_gmem_to_smem(
-                    step.sums, self.scratch.sums.at[self.me], self.scratch.sums_full.at[self.me]
-                )
-
+        self.fetch_sums(of_dq, counts)
         p, slope = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse)
         plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         return (slope.astype(jnp.float32) * dp).astype(self.sizes.dtype)
+
+    def fetch_sums(self, step, counts) -> None:
+        """Start to load the sums to which `finish_dq` adds the last part of dQ."""
+        if not self.sizes.whole_heads:
+            return
+
+        @pl.when(counts & step.ends & ~step.starts)
+        def _():
+            # `scratch.sums` is free, and the additions of other work items have arrived.
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            pl.when(step.number == 0)(lambda: plgpu.wait_smem_to_gmem(0))
+            plgpu.copy_gmem_to_smem(
+                step.sums, self.scratch.sums.at[self.me], self.scratch.sums_full.at[self.me]
+            )
 
     def start_scores(self, item, step, s_acc, dp_acc):
         """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D. Return log₂e·L, or None if it does
@@ -498,37 +531,64 @@ class Block:
         row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=COLUMNS, optimized=False)
         return lax.broadcast_in_dim(row, (HALF, self.sizes.queries), [1])
 
-    def share_ds(self, item, step, ds_slot, ds) -> None:
+    def share_ds(self, item, step, ds) -> None:
         """Store this warpgroup's rows of dS, and wait for the rows of the other warpgroup."""
-        # Wait until the results of the last work item, and the matmuls of earlier steps, release
-        # the tile of dS. A work item adds to a tile of dQ once: the wait for all copies of the
-        # last item keeps the additions in order.
-        pl.when(step.number == 0)(
-            lambda: plgpu.wait_smem_to_gmem(0, wait_read_only=not self.sizes.whole_heads)
-        )
-        if self.scratch.ds_empty is not None:
-            pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
+        # Wait until the results of the last work item, and the matmuls of the step before, release
+        # the tile of dS.
+        pl.when(step.number == 0)(self.wait_for_last_item)
+        pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
+        self.store_ds(item, step, ds)
+        plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
+        self.ds_ring.wait_full(self.ds_slot(step))
+
+    def wait_for_last_item(self) -> None:
+        """Wait until the results of the last work item have left shared memory. A work item adds to
+        a tile of dQ once: with whole heads, the wait for all copies keeps the additions in order.
+        """
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.sizes.whole_heads)
+
+    def store_ds(self, item, step, ds) -> None:
+        """Store this warpgroup's rows of dS."""
         for part in range(self.sizes.queries // HALF):
             columns = slice(part * HALF, (part + 1) * HALF)
-            self.scratch.ds[ds_slot, part, item.mine] = ds[:, columns]
+            self.scratch.ds[self.ds_slot(step), part, item.mine] = ds[:, columns]
         plgpu.commit_smem()
-        plgpu.barrier_arrive(self.ds_ring.full.at[ds_slot])
-        self.ds_ring.wait_full(ds_slot)
 
-    def dq_and_dk(self, item, step, ds_slot, ds, dq_acc, dk_acc):
-        """Issue the matmuls dQ = dS K and dK += dSᵀ Q. Return dQ, 64×64."""
+    def dq_and_dk(self, item, step, ds, dq_acc, dk_acc):
+        """Issue the matmuls dQ = dS K and dK += dSᵀ Q; if late, store dS during these. Return dQ,
+        64×64."""
+        dq_slot = self.ds_ring.slot(step.fill + 1) if self.late else self.ds_slot(step)
+        self.start_dq(item, step, dq_slot, dq_acc)
+        plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
+        # Until `scratch.sums` is free for `add_to_sums`, before the wait for dQ.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        if self.late:
+            if self.sizes.whole_heads:
+                pl.when(step.number == 0)(self.wait_for_last_item)
+            self.store_ds(item, step, ds)
+        dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
+        if self.late:
+            plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
+        return dq
+
+    def start_dq(self, item, step, ds_slot, dq_acc) -> None:
+        """Issue the matmul dQ = dS K."""
         ds_smem, k_smem = self.scratch.ds, self.scratch.k
         if self.sizes.head_dim == HALF:
             left, right = ds_smem.at[ds_slot, self.me], k_smem.at[step.k_slot]
         else:
             left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]
         plgpu.wgmma(dq_acc, left.transpose((1, 0)), right)
-        plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
-        # Until `scratch.sums` is free for `add_to_sums`, before the wait for dQ.
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        return plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
 
-    def add_to_sums(self, step, dq) -> None:
+    def add_dq(self, item, step, dq, counts) -> None:
+        """Add dQ to its sums, or store it if this is the last part; nothing unless `counts`."""
+        if self.sizes.whole_heads:
+            pl.when(counts & ~step.ends)(lambda: self.add_to_sums(step, dq, True))
+            pl.when(counts & step.ends)(lambda: self.finish_dq(item, step, dq))
+        else:
+            self.add_to_sums(step, dq, counts)
+
+    def add_to_sums(self, step, dq, counts) -> None:
         """Add dQ to the sums in global memory, or store dQ if dQ is the first part."""
         sums_smem = self.scratch.sums
         sums_smem[self.me] = dq
@@ -537,8 +597,8 @@ class Block:
         if self.sizes.whole_heads:
             pl.when(step.starts)(to_sums)
             pl.when(~step.starts)(lambda: to_sums(reduction_op="add"))
-        else:
-            to_sums(reduction_op="add")
+        else:  # Only the copy depends: around the store too, ptxas would serialise the matmuls.
+            pl.when(counts)(lambda: to_sums(reduction_op="add"))
 
     def finish_dq(self, item, step, dq) -> None:
         """Add the sums of dQ to the last part of dQ, and store the result."""
