@@ -495,11 +495,11 @@ class Block:
         return lse
 
     def softmax(self, item, step, s, lse):
-        """Return P, and the factor P, or P ∘ (1 − X²), of dS; both rounded.
+        """Return P rounded, and the factor P, or P ∘ (1 − X²), of dS.
 
-        dS uses the rounded P, which saves registers: the matmul for dV can be issued right after
-        the softmax. Since dV needs P, the compiler keeps the exponentials before the wait for dP.
-        The optimization barrier prevents rounding of the numbers one by one.
+        Since dV needs P, the compiler keeps the exponentials before the wait for dP. The
+        optimization barrier prevents rounding of the numbers one by one. For D = 64 the factor is
+        rounded too, which saves registers.
         """
         if lse is None:
             lse = self.along_columns(step, 0)
@@ -518,13 +518,14 @@ class Block:
             logits,
         )
         if softcap is None:
-            p = lax.optimization_barrier(jnp.exp2(logits).astype(self.sizes.dtype))
-            return p, p
-        p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - lse)
-        slope = p * (1 - logits * logits)
-        return lax.optimization_barrier(
-            (p.astype(self.sizes.dtype), slope.astype(self.sizes.dtype))
-        )
+            p = slope = jnp.exp2(logits)
+        else:
+            p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - lse)
+            slope = p * (1 - logits * logits)
+        rounded = p.astype(self.sizes.dtype)
+        if self.sizes.head_dim == HALF:
+            slope = rounded if softcap is None else slope.astype(self.sizes.dtype)
+        return lax.optimization_barrier((rounded, slope))
 
     def along_columns(self, step, which):
         """Return log₂e·L (which = 0) or −D (which = 1) of the queries, broadcast over the keys."""
