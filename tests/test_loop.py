@@ -46,6 +46,19 @@ def test_casts_and_splits_leave_the_loop():
     assert equal(sum_over(f, w, xs), plain(f, w, xs))
 
 
+def test_constants_and_literals():
+    """Functions that differ in a constant are not equal. A literal of the jaxpr, such as the
+    gradient of an unused scalar, is summed too."""
+
+    def f(w, x):
+        narrow = [jax.jit(lambda w, c=c: (w * c).astype(x.dtype))(w) for c in constants]
+        return (narrow[0] @ x - narrow[1] @ x, jax.lax.full((), 3.0)), ()
+
+    constants, w = (jnp.eye(2), jnp.ones((2, 2))), jnp.ones((2, 2))
+    (difference, constant), () = sum_over(f, w, jnp.ones((3, 2, 2), jnp.bfloat16))
+    assert (difference == -3).all() and constant == 9
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8"])
 def test_gradients_are_equal(name, monkeypatch):
     """Bit by bit, with the gradients of each micro-batch added in their order."""
