@@ -76,10 +76,10 @@ def main() -> None:
     def lane(gpu: int) -> list[dict]:
         rows = []
         with tempfile.TemporaryDirectory() as caches:
-            turns = itertools.product(o.cases[gpu :: o.gpus], range(1 + o.warm), o.trees)
-            for case, turn, tree in turns:
+            turns = itertools.product(o.cases[gpu :: o.gpus], range(1 + o.warm), enumerate(o.trees))
+            for case, turn, (number, tree) in turns:
                 row = {"case": case, "tree": str(tree), "start": "warm" if turn else "cold"}
-                cache = Path(caches, case, str(o.trees.index(tree)))
+                cache = Path(caches, case, str(number))
                 rows.append(row | start(tree.resolve(), CASES[case], cache, gpu))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
         return rows
