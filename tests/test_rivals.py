@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import sys
 from collections import Counter
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -276,6 +277,8 @@ def test_a_step_beside_pytorch(card, tmp_path):
     assert ours["asked"] == {"norm": "xla"} and ours["batch"] == 1
     assert ours["of_torch"] == pytest.approx(theirs["ms"] / ours["ms"])
     assert theirs["system"] == "torch" and "eager" in theirs["kernels"]
+    with pytest.raises(BenchError, match="one micro-batch"):
+        step.Beside(config=Path(card), micro_batches=2).configs()
 
 
 # -------------------------------------------------------------------------------- several devices

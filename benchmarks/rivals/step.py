@@ -54,6 +54,8 @@ class Beside(Step):
             BenchError: the other program cannot run here, or has no such step.
         """
         found = super().configs()
+        if self.micro_batches > 1:
+            raise BenchError("PyTorch and llm.c measure one micro-batch: leave out --micro-batches")
         if self.llmc:
             if self.forward or max(self.devices) > 1:
                 raise BenchError("llm.c measures whole training steps on one device")
