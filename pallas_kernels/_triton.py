@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import triton.backends.nvidia.driver
+from jax.interpreters import partial_eval
 
 # jax-triton 0.4 reads this constant of the driver module. Triton defines the constant from 3.7 on.
 # Without the constant, jax-triton treats the NVIDIA back end as absent. Triton 3.6 (torch 2.11's)
@@ -15,6 +16,12 @@ if not hasattr(triton.backends.nvidia.driver, "TMA_TF32"):
 import jax_triton
 
 from pallas_kernels._partition import overwriting
+
+# A launch reads all its operands. jax-triton 0.4.1's rule lacks the argument that JAX 0.12 added.
+partial_eval.dce_rules[jax_triton.triton_lib.triton_kernel_call_p] = lambda *args: (
+    [True] * len(args[-1].invars),
+    args[-1],
+)
 
 # Contract a·b + c to one instruction, which rounds once. Set explicitly because the default changes
 # with Triton 3.10.

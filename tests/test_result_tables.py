@@ -57,10 +57,10 @@ def test_a_caption_has_the_origin_as_the_files_have_it():
     folder = tool.ROOT / "benchmarks/results"
     first, last = (
         json.loads((folder / f"step/{name}.json").read_text())
-        for name in ("bf16_64", "llama3_1b_16_torch")
+        for name in ("bf16_64", "long_131072")
     )
     link = "[step](../benchmarks/results/step)"
-    origin = f"{first['device']}, {first['date']} to {last['date']}: {link}"
+    origin = f"{first['device']}; {last['device']}, {first['date']} to {last['date']}: {link}"
     assert f"\n\n{origin}\n" in tool.generate("steps")
     result = json.loads((folder / "step/recompute_64.json").read_text())
     link = "[recompute_64.json](../benchmarks/results/step/recompute_64.json)"

@@ -83,8 +83,9 @@ def run(command: Callable[[], int]) -> int:
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         code, text = 128 + signal.SIGPIPE if pipe else 1, f"error: {printable(str(error))}"
     except Exception:
-        code, text = 1, traceback.format_exc()
-        text += processes.ENDED if processes.is_initialized() else ""
+        code, text = 1, traceback.format_exc().rstrip()
+    if processes.is_initialized():
+        text += f"\n{processes.ENDED}"
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
     # Exit at once: threads of a failed save or restore would print tracebacks, and a normal exit of
