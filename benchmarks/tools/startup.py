@@ -63,7 +63,7 @@ def start(tree: Path, options: str, cache: Path, gpu: int) -> dict:
     }
 
 
-def main() -> None:
+def main() -> int:
     how = {"description": __doc__, "formatter_class": argparse.RawDescriptionHelpFormatter}
     parser = argparse.ArgumentParser(**how)
     parser.add_argument("--trees", type=Path, nargs="+", default=[ROOT], help="checkouts")
@@ -95,7 +95,8 @@ def main() -> None:
         seconds = {"total": row.get("total"), **row.get("parts", {})}
         parts = row.get("error") or ", ".join(f"{part} {x:.1f}" for part, x in seconds.items())
         print(f"{row['case']:8} {row['tree']} {row['start']}: {parts}")
+    return any("error" in row for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

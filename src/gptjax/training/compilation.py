@@ -140,7 +140,8 @@ class Compiler:
         `lowerable` is lowered in this thread and compiled, or loaded, in another.
         """
         traced = lowerable.trace(*abstract)
-        compile_triton_kernels(traced.jaxpr.jaxpr)
+        if jax.default_backend() == "gpu":
+            compile_triton_kernels(traced.jaxpr.jaxpr)
         return self._threads.submit(self._compile, traced.lower())
 
     def _compile(self, lowered: jax.stages.Lowered) -> jax.stages.Compiled:
