@@ -1,9 +1,14 @@
 """Concurrent compilation, the cache on disk, and the error for a step that does not fit into
 memory."""
 
+import contextvars
 import dataclasses
+import functools
+import importlib.util
 import os
+import sys
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +18,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from gptjax.config import Config, ConfigError
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.training import compilation
+from gptjax.training.imports import without_torch
 from gptjax.training.memory import available_bytes, needed_bytes
 from pallas_kernels import _dispatch, _triton, transpose_add, transpose_copy
 
@@ -73,6 +79,17 @@ def test_each_triton_kernel_is_compiled_once_before_lowering(monkeypatch):
     with pytest.raises(RuntimeError, match="no GPU"):
         compilation.compile_triton_kernels(jaxpr)
     assert sorted(compiled) == [("transpose", 32), ("transpose", 64), ("transpose", 64)]
+
+
+def test_pytorch_is_hidden_from_the_context_and_its_copies_alone(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    find = functools.partial(importlib.util.find_spec, "torch")
+    with without_torch(), ThreadPoolExecutor() as threads:
+        assert threads.submit(find).exception() is None
+        for hidden in (find, threads.submit(contextvars.copy_context().run, find).result):
+            with pytest.raises(ModuleNotFoundError, match="not needed"):
+                hidden()
+    find()
 
 
 def test_a_program_that_cannot_be_compiled_says_so_where_it_is_waited_for():

@@ -1,5 +1,6 @@
 """Ahead-of-time compilation with a cache on disk, and a check that the step fits into memory."""
 
+import contextvars
 import functools
 import os
 import stat
@@ -19,9 +20,9 @@ from gptjax.models.base import ModelConfig, graph
 from gptjax.parallel import Parallel
 from gptjax.terminal import first_line
 from gptjax.timeline import Span
+from gptjax.training.imports import without_torch
 from gptjax.training.inputs import Inputs
 from gptjax.training.memory import GIB, available_bytes, needed_bytes
-from gptjax.training.run_log import without_torch
 from gptjax.training.step import (
     TrainState,
     make_eval_step,
@@ -84,7 +85,11 @@ def compile_triton_kernels(jaxpr: jex.core.Jaxpr) -> None:
 
     # Triton 3.6 would import PyTorch with its first kernel.
     with without_torch(), ThreadPoolExecutor() as threads:
-        compiled = [threads.submit(lower, launch) for launch in launches.values()]
+        # Each thread has a copy of the context, for `without_torch`.
+        compiled = [
+            threads.submit(contextvars.copy_context().run, lower, launch)
+            for launch in launches.values()
+        ]
     for kernel in compiled:
         kernel.result()  # raises the error of a kernel that does not compile
 

@@ -10,13 +10,13 @@ import json
 import math
 import os
 import secrets
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
 from gptjax.files import read_regular, write_atomically
+from gptjax.training.imports import without_torch
 
 Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
 
@@ -144,24 +144,6 @@ class NoLog(RunLog):
         """Do nothing, as `sync` and `close`."""
 
     sync = close = write
-
-
-class _NoTorch:
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == "torch":
-            raise ModuleNotFoundError("PyTorch is not needed", name=name)
-
-
-@contextlib.contextmanager
-def without_torch() -> Iterator[None]:
-    """Let packages that import PyTorch where it is installed do without: the import takes 1.2 s or
-    more and is not needed."""
-    # Not as None in sys.modules: Triton 3.8 looks whether there is such a key.
-    sys.meta_path.insert(0, finder := _NoTorch())
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
 
 
 class _Events:
