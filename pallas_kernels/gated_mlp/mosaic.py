@@ -188,6 +188,9 @@ def gated_gradient(
                 slot = part % slots
                 plgpu.barrier_wait(scratch.full.at[at.wg, slot])
                 gu = plgpu.load(scratch.gu.at[at.wg, slot], layout=plgpu.Layout.WGMMA)
+                # The copy overwrites g and u: wait until all threads of the warpgroup have read.
+                plgpu.commit_smem()
+                fetch(at, gu_gmem, scratch, part + slots)
                 g, u = gu[:, :BLOCK].astype(jnp.float32), gu[:, BLOCK:].astype(jnp.float32)
                 dh = times(acc_RP[rows, columns], factor)
                 sigma = jax.nn.sigmoid(g)
@@ -214,8 +217,6 @@ def gated_gradient(
                     h_smem[...] = h
                 copies.append((h_smem, _slice(out_gmem[-1], at, rows, channel, turned=k_major)))
                 copy_to_gmem(copies)
-                # All threads of the warpgroup have read g and u.
-                fetch(at, gu_gmem, scratch, part + slots)
 
     slot, part = (COMPUTING, slots), (PART_ROWS, BLOCK)
     turned = part[::-1]
