@@ -207,6 +207,9 @@ def du(
                     du_smem, saved_smem = scratch.du.at[at.wg, slot], scratch.saved.at[at.wg, slot]
                     plgpu.barrier_wait(scratch.saved_full.at[at.wg, slot])
                     saved = plgpu.load(saved_smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
+                    # The copy overwrites the part: wait until all threads have read the part.
+                    plgpu.commit_smem()
+                    fetch(at, saved_gmem, scratch, part + slots)
                     v = mosaic.times(acc_RP[rows, columns], factor) * stored.derivative(saved)
                     v = v.astype(dtype)
                     plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
@@ -219,8 +222,6 @@ def du(
                     last = part == first + per_column - 1
                     # The copy of the sums is the last of the group.
                     mosaic.copy_to_gmem(copies, commit_group=not (bias and last))
-                    # All threads of the warpgroup have read the saved array.
-                    fetch(at, saved_gmem, scratch, part + slots)
                     if bias:
                         if k_major:
                             du_QR = plgpu.load(smem, layout=plgpu.Layout.WGMMA)
