@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal, passes, passes_in_torch
 from pallas_kernels import flash_attention_qkv
 
 GPT2 = (64, 1024, 12, 64)
@@ -94,14 +94,6 @@ def _segment_ids(b, t, longest):
     return np.stack(ids).astype(np.int32)
 
 
-def _make(shape, dtype, key):
-    b, t, h, d = shape
-    keys = jax.random.split(key)
-    return jax.random.normal(keys[0], (b, t, 3, h, d), dtype), jax.random.normal(
-        keys[1], shape, dtype
-    )
-
-
 def _attention(name, documents=None, **how):
     def attend(qkv):
         segments = {}
@@ -118,7 +110,7 @@ def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar
     return Case(
         kernel="flash_attention",
         name=_name(what, shape, dtype, how),
-        make=functools.partial(_make, shape, dtype),
+        make=lambda key: normal(key, shape, (*shape[:2], 3, *shape[2:]), dtype=dtype),  # dy, qkv
         run=run,
         prepare=prepare or {},
         torch=torch or {},
@@ -128,44 +120,27 @@ def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar
     )
 
 
-def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
-    def run(name):
-        return lambda qkv, _: _attention(name, **how)(qkv)
-
+def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", both=False, **how):
+    run = {name: passes(_attention(name, **how), both) for name in back_ends}
     torch = (
-        {name: functools.partial(_in_torch, name, False) for name in _TORCH[dtype]}
+        {name: functools.partial(_in_torch, name, both) for name in _TORCH[dtype]}
         if not {"window", "documents"} & how.keys()
         else {}
     )
-    return _case(
-        "forward", shape, {n: run(n) for n in back_ends}, dtype, how, 1, torch=torch, bar=bar
-    )
+    what, factor = ("forward and backward", 3.5) if both else ("forward", 1)
+    return _case(what, shape, run, dtype, how, factor, torch=torch, bar=bar)
 
 
-def _both(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
-    def run(name):
-        def both(qkv, dout):
-            out, pull = jax.vjp(_attention(name, **how), qkv)
-            return out, *pull(dout)
-
-        return both
-
-    torch = (
-        {name: functools.partial(_in_torch, name, True) for name in _TORCH[dtype]}
-        if not {"window", "documents"} & how.keys()
-        else {}
-    )
-    what = "forward and backward"
-    return _case(what, shape, {n: run(n) for n in back_ends}, dtype, how, 3.5, torch=torch, bar=bar)
+_both = functools.partial(_forward, both=True)
 
 
 def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
     def prepare(name):
         # Each implementation saves different arrays for the backward pass. The forward pass runs
         # before the timed part.
-        return lambda qkv, dout: (jax.vjp(_attention(name, **how), qkv)[1], dout)
+        return lambda dy, qkv: (dy, jax.vjp(_attention(name, **how), qkv)[1])
 
-    run = {name: lambda pull, dout: pull(dout) for name in back_ends}
+    run = {name: lambda dy, pull: pull(dy) for name in back_ends}
     return _case(
         "backward",
         shape,
@@ -181,7 +156,7 @@ def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
 _TORCH = {jnp.bfloat16: ("torch cudnn", "torch flash"), jnp.float32: ("torch",)}
 
 
-def _in_torch(name, gradient, torch):
+def _in_torch(name, both, torch):
     """Return PyTorch's scaled_dot_product_attention, restricted to one back end."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -198,9 +173,5 @@ def _in_torch(name, gradient, torch):
         with sdpa_kernel(back_end):
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-    def both(qkv, dout):
-        qkv.requires_grad_(True)
-        out = forward(qkv)
-        return out.detach(), *torch.autograd.grad(out, qkv, dout.transpose(1, 2))
-
-    return both if gradient else lambda qkv, _: forward(qkv)
+    gradients = passes_in_torch(torch, forward)
+    return lambda dy, qkv: gradients(dy.transpose(1, 2), qkv) if both else forward(qkv)

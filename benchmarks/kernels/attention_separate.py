@@ -10,10 +10,9 @@ The two alternate. TFLOP/s count as in attention.py.
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal, passes
 from pallas_kernels import flash_attention
 
 # B, T, H query heads, K key heads, D, window
@@ -48,36 +47,16 @@ def case(b, t, h, k, d, window, *, both, rivals=None) -> Case:
         ),
         **(rivals or {}),
     }
-    passes = "forward and backward" if both else "forward"
+    what = "forward and backward" if both else "forward"
     size = f"B={b} T={t} H={h}/{k} D={d} bf16" + (f", window {window}" if window else "")
     keys = np.minimum(np.arange(t) + 1, window or t).sum(dtype=float)
     return Case(
         kernel="flash_attention",
-        name=f"{passes} {size}",
-        make=functools.partial(_make, ((b, t, h, d), (b, t, k, d))),
-        run={name: _both(f) if both else _forward(f) for name, f in attend.items()},
+        name=f"{what} {size}",
+        make=lambda key: normal(key, *2 * [(b, t, h, d)], *2 * [(b, t, k, d)]),  # dy, q, k, v
+        run={name: passes(f, both) for name, f in attend.items()},
         flops=(3.5 if both else 1) * 4 * b * h * d * keys,
         bound="bf16",
         bar="≥ 1.0× cuDNN" if both else "",
         alternate=True,
     )
-
-
-def _make(shapes, key):
-    queries, keys = shapes
-    return tuple(
-        jax.random.normal(k, shape, jnp.bfloat16)
-        for k, shape in zip(jax.random.split(key, 4), (queries, keys, keys, queries), strict=True)
-    )
-
-
-def _forward(attend):
-    return lambda q, k, v, dout: attend(q, k, v)
-
-
-def _both(attend):
-    def both(q, k, v, dout):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(dout)
-
-    return both

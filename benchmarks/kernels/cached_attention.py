@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels import cached_attention
 
 # B, T, S, H query heads, K key heads, D, window
@@ -42,21 +42,15 @@ def _case(b, t, s, h, k, d, window):
     return Case(
         kernel="cached_attention",
         name=f"B={b} T={t} S={s} H={h}/{k} D={d} bf16" + (f", window {window}" if window else ""),
-        make=functools.partial(_make, ((b, t, h, d), (b, s, k, d)), lengths_B),
+        make=lambda key: (
+            *normal(key, (b, t, h, d), *2 * [(b, s, k, d)]),
+            jnp.asarray(lengths_B),
+        ),
         run=run,
         bytes=2 * (2 * keys * k * d + 2 * b * t * h * d),
         bar="≥ 1.0× cuDNN and XLA",
         alternate=True,
     )
-
-
-def _make(shapes, lengths_B, key):
-    queries, cache = shapes
-    arrays = (
-        jax.random.normal(k, shape, jnp.bfloat16)
-        for k, shape in zip(jax.random.split(key, 3), (queries, cache, cache), strict=True)
-    )
-    return *arrays, jnp.asarray(lengths_B)
 
 
 def _in_cudnn(q, k, v, lengths_B):

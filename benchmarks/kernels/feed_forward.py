@@ -17,7 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal, passes, passes_in_torch
 from pallas_kernels.feed_forward import Options, hidden, hidden_gradient, linear_gelu, mlp
 from pallas_kernels.gemm import Operand, Plain
 
@@ -29,19 +29,9 @@ TF32_BACKENDS = ("triton", "xla")
 HIGH = jax.lax.Precision.HIGH
 
 
-def normal(key, *shapes, dtype=jnp.bfloat16):
-    keys = jax.random.split(key, len(shapes))
-    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes, strict=True)]
-
-
 def forward_inputs(key, *, n, i, o, dtype=jnp.bfloat16):
     x, w, b = normal(key, (n, i), (i, o), (o,), dtype=dtype)
     return x, w * dtype(i**-0.5), b
-
-
-def backward_inputs(key, *, n, i, o):
-    dy, derivative, x, w = normal(key, (n, o), (n, o), (n, i), (i, o))
-    return dy, derivative, x, w
 
 
 def forward_case(n, i, o, activation, *, tf32=False) -> Case:
@@ -114,7 +104,7 @@ def backward_case(n, i, o, activation) -> Case:
     return Case(
         kernel="linear_gelu",
         name=f"linear_{activation} backward {n}×{i}×{o} bf16",
-        make=functools.partial(backward_inputs, n=n, i=i, o=o),
+        make=lambda key: normal(key, (n, o), (n, o), (n, i), (i, o)),
         run={
             **{backend: functools.partial(run, backend) for backend in BACKENDS},
             "two matmuls": two_matmuls,
@@ -140,9 +130,8 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
     """Return the case of forward and backward pass of `linear_gelu`, or of `mlp` with C outputs."""
     precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
 
-    def run(backend, dy, *args):
-        y, pull = jax.vjp(functools.partial(f, implementation=backend, precision=precision), *args)
-        return y, *pull(dy)
+    def run(backend):
+        return passes(functools.partial(f, implementation=backend, precision=precision))
 
     def six_matmuls(dy, x, w, b, w2):
         h = x @ w
@@ -156,14 +145,7 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
             y = torch.nn.functional.gelu(torch.addmm(b, x, w), approximate="tanh")
             return y @ w2[0] if w2 else y
 
-        apply = torch.compile(forward) if compiled else forward
-
-        def both(dy, *args):
-            args = [a.requires_grad_(True) for a in args]
-            y = apply(*args)
-            return y.detach(), *torch.autograd.grad(y, args, dy)
-
-        return both
+        return passes_in_torch(torch, torch.compile(forward) if compiled else forward)
 
     sizes = [n * i, i * o, o, *([o * c] if c else [])]
     return Case(
@@ -172,10 +154,7 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
         f"{'fp32 as TF32' if tf32 else 'bf16'}",
         make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
         run={
-            **{
-                backend: functools.partial(run, backend)
-                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
-            },
+            **{backend: run(backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
             **({"six matmuls": six_matmuls} if c and not tf32 else {}),
         },
         torch={

@@ -12,9 +12,9 @@ bf16 result, followed by the epilogue in plain JAX.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
+from gptjax.bench import harness
 from gptjax.bench.harness import Case
 from pallas_kernels.feed_forward import mosaic
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
@@ -42,11 +42,9 @@ MATMULS = [
 
 
 def normal(key, *arrays):
-    keys = jax.random.split(key, len(arrays))
-    return tuple(
-        jax.random.normal(k, shape, BF16).astype(dtype)
-        for k, (shape, dtype) in zip(keys, arrays, strict=True)
-    )
+    shapes, dtypes = zip(*arrays, strict=True)
+    drawn = harness.normal(key, *shapes)
+    return tuple(x.astype(dtype) for x, dtype in zip(drawn, dtypes, strict=True))
 
 
 def matmul_case(name, m, k, n, a_dtype, out_dtype) -> Case:
@@ -61,7 +59,7 @@ def matmul_case(name, m, k, n, a_dtype, out_dtype) -> Case:
     return Case(
         kernel="scaled_matmul",
         name=f"{name} {m}×{k}×{n}",
-        make=functools.partial(_operands, m=m, k=k, n=n, a_dtype=a_dtype),
+        make=lambda key: normal(key, ((m, k), a_dtype), ((n, k), E4M3)),
         run={
             "xla": functools.partial(run, implementation="xla"),
             "xla, fp32 sums": functools.partial(run, implementation="xla", fast_accumulation=False),
@@ -72,10 +70,6 @@ def matmul_case(name, m, k, n, a_dtype, out_dtype) -> Case:
         flops=2 * m * k * n,
         bound="bf16",
     )
-
-
-def _operands(key, *, m, k, n, a_dtype):
-    return normal(key, ((m, k), a_dtype), ((n, k), E4M3))
 
 
 def quantized_twice(v, scale, dtype):

@@ -8,10 +8,9 @@ matmul for gate and up projection.
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal, passes, passes_in_torch
 from pallas_kernels import swiglu
 from pallas_kernels.gated_mlp import hidden, hidden_gradient
 from pallas_kernels.gemm import Operand, Plain
@@ -27,12 +26,6 @@ def cases() -> list[Case]:
     return [*passes, *(mlp_case(*shape) for shape in SHAPES)]
 
 
-def normal(key, *shapes):
-    keys = jax.random.split(key, len(shapes))
-    pairs = zip(keys, shapes, strict=True)
-    return tuple(jax.random.normal(key, shape, jnp.bfloat16) for key, shape in pairs)
-
-
 def forward_case(n, f) -> Case:
     def torch_forward(torch):
         def run(gu):
@@ -44,7 +37,7 @@ def forward_case(n, f) -> Case:
     return Case(
         kernel="swiglu",
         name=f"h from gate and up {n}×{f} bf16",
-        make=functools.partial(_arrays, shapes=((n, 2 * f),)),
+        make=lambda key: normal(key, (n, 2 * f)),
         run={name: functools.partial(hidden, backend=name, numerics=Plain()) for name in BACKENDS},
         torch={"torch.compile": torch_forward},
         bytes=2 * 3 * n * f,  # gate, up; h
@@ -70,7 +63,7 @@ def backward_case(n, f) -> Case:
     return Case(
         kernel="swiglu",
         name=f"backward, with h again {n}×{f} bf16",
-        make=functools.partial(_arrays, shapes=((n, 2 * f), (n, f))),
+        make=lambda key: normal(key, (n, 2 * f), (n, f)),
         run={name: functools.partial(backward, name) for name in BACKENDS},
         torch={"torch.compile": torch_backward},
         bytes=2 * 6 * n * f,  # gate, up, dh; dgate, dup, h
@@ -78,19 +71,11 @@ def backward_case(n, f) -> Case:
     )
 
 
-def _arrays(key, *, shapes):
-    return normal(key, *shapes)
-
-
 def mlp_case(n, i, f) -> Case:
     def make(key):
         dy, x, w_gate, w_up, w_down = normal(key, (n, i), (n, i), (i, f), (i, f), (f, i))
         scale = jnp.bfloat16(i**-0.5)
         return dy, x, w_gate * scale, w_up * scale, w_down * jnp.bfloat16(f**-0.5)
-
-    def run(backend, dy, *args):
-        y, pull = jax.vjp(functools.partial(swiglu, implementation=backend), *args)
-        return y, *pull(dy)
 
     def six_matmuls(dy, x, w_gate, w_up, w_down):
         w = jnp.concatenate([w_gate, w_up], axis=1)
@@ -103,21 +88,17 @@ def mlp_case(n, i, f) -> Case:
             gate, up = (x @ torch.cat([w_gate, w_up], dim=1)).chunk(2, dim=-1)
             return (torch.nn.functional.silu(gate) * up) @ w_down
 
-        apply = torch.compile(forward)
-
-        def both(dy, *args):
-            args = [a.requires_grad_(True) for a in args]
-            y = apply(*args)
-            return y.detach(), *torch.autograd.grad(y, args, dy)
-
-        return both
+        return passes_in_torch(torch, torch.compile(forward))
 
     return Case(
         kernel="swiglu",
         name=f"swiglu forward and backward {n}×{i}×{f} bf16",
         make=make,
         run={
-            **{name: functools.partial(run, name) for name in ("mosaic", *BACKENDS)},
+            **{
+                name: passes(functools.partial(swiglu, implementation=name))
+                for name in ("mosaic", *BACKENDS)
+            },
             "six matmuls": six_matmuls,
         },
         torch={"torch.compile": torch_both},

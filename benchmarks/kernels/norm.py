@@ -6,7 +6,7 @@ python -m gptjax.bench kernels benchmarks/kernels/norm.py
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.norm import Options, run
 
@@ -35,8 +35,7 @@ def _public(f, n, c, both):
     """The public function without a residual, and its gradients."""
 
     def make(key):
-        keys = jax.random.split(key)
-        x, dy = (jax.random.normal(k, (n, c), jnp.bfloat16) for k in keys)
+        x, dy = normal(key, (n, c), (n, c))
         return x, jnp.ones((c,), jnp.bfloat16), jnp.zeros((c,), jnp.bfloat16), dy
 
     def of(implementation):
@@ -69,16 +68,12 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
         return (jnp.ones((c,)), jnp.zeros((c,))) if centred else (None, None)
 
     def make_forward(key):
-        return tuple(jax.random.normal(k, (N, c), dtype) for k in jax.random.split(key))
+        return normal(key, (N, c), (N, c), dtype=dtype)
 
     def make_backward(key):
-        keys = jax.random.split(key, 3)
-        dy, dtotal = (
-            jax.random.normal(keys[0], (N, c), out_dtype),
-            jax.random.normal(keys[1], (N, c), dtype),
-        )
-        _, total, stats = jax.jit(forward("xla"))(*make_forward(keys[2]))
-        return dy, dtotal, total, stats
+        dy, dtotal, *arrays = normal(key, *4 * [(N, c)], dtype=dtype)
+        _, total, stats = jax.jit(forward("xla"))(*arrays)
+        return dy.astype(out_dtype), dtotal, total, stats
 
     def forward(backend):
         options = Options(EPS, centred, out_dtype, backend)

@@ -12,10 +12,9 @@ import functools
 import itertools
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal, passes
 from pallas_kernels import flash_attention, ring_attention
 
 GPUS = 4
@@ -45,12 +44,7 @@ def _case(mesh, causal, both):
         }
 
     def make(key):
-        sizes = (h, k, k, h)
-        keys = jax.random.split(key, 4)
-        return tuple(
-            jax.random.normal(key, (b, t, heads, d), jnp.bfloat16)
-            for key, heads in zip(keys, sizes, strict=True)
-        )
+        return normal(key, *((b, t, heads, d) for heads in (h, h, k, k)))  # dy, q, k, v
 
     scores = t * (t + 1) / 2 if causal else t * t
     return Case(
@@ -58,20 +52,8 @@ def _case(mesh, causal, both):
         name=f"{'causal' if causal else 'all keys'}, "
         f"{'forward and backward' if both else 'forward'} B={b} T={t} H={h}/{k} D={d} bf16",
         make=jax.jit(make, out_shardings=mesh and NamedSharding(mesh, spec)),
-        run={name: _both(f) if both else _forward(f) for name, f in run.items()},
+        run={name: passes(f, both) for name, f in run.items()},
         flops=(3.5 if both else 1) * 4 * b * h * d * scores / (GPUS if mesh else 1),
         bound="bf16",
         bar="≥ 1.0× XLA" if mesh else "",
     )
-
-
-def _forward(attend):
-    return lambda q, k, v, dout: attend(q, k, v)
-
-
-def _both(attend):
-    def both(q, k, v, dout):
-        out, pull = jax.vjp(attend, q, k, v)
-        return out, *pull(dout)
-
-    return both

@@ -6,10 +6,7 @@ python -m gptjax.bench kernels benchmarks/kernels/row_softmax.py
 import functools
 import math
 
-import jax
-import jax.numpy as jnp
-
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels.row_softmax import Options, backward, softmax
 
 
@@ -34,10 +31,6 @@ def cases() -> list[Case]:
 
 def _name(direction, shape, causal):
     return f"{direction} {'×'.join(map(str, shape))} bf16{' causal' if causal else ''}"
-
-
-def _random(key, shape):
-    return jax.random.normal(key, shape, jnp.bfloat16)
 
 
 def _bytes(shape, *, read, written, causal):
@@ -66,7 +59,7 @@ def _forward(shape, causal=False, bar=""):
     return Case(
         kernel="softmax",
         name=_name("forward", shape, causal),
-        make=lambda key: (_random(key, shape),),
+        make=lambda key: normal(key, shape),
         run={name: in_jax(name) for name in ("triton", "xla")},
         torch={
             "torch": lambda torch: in_torch(torch, lambda f: f),
@@ -79,10 +72,8 @@ def _forward(shape, causal=False, bar=""):
 
 def _backward(shape, causal=False, bar=""):
     def make(key):
-        keys = jax.random.split(key)
-        return softmax(_random(keys[0], shape), causal=causal, implementation="xla"), _random(
-            keys[1], shape
-        )
+        x, dy = normal(key, shape, shape)
+        return softmax(x, causal=causal, implementation="xla"), dy
 
     def in_jax(implementation):
         return lambda y, dy: backward(Options(implementation, 1.0, causal), y, dy)[0]

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels import flash_attention, linear_cross_entropy
 
 N, C, V = 32768, 768, 50304  # two chunks of the head on each GPU
@@ -58,9 +58,7 @@ def _head(gpus, both):
 
 def _attention(gpus, both):
     def make(key):
-        shape = (gpus * B, T, H, D)
-        arrays = [jax.random.normal(k, shape, jnp.bfloat16) for k in jax.random.split(key, 3)]
-        return _sharded(gpus, *((x, True) for x in arrays))
+        return _sharded(gpus, *((x, True) for x in normal(key, *3 * [(gpus * B, T, H, D)])))
 
     def of(implementation):
         f = functools.partial(flash_attention, implementation=implementation)

@@ -5,10 +5,9 @@ python -m gptjax.bench kernels benchmarks/kernels/transpose.py
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels import transpose_add, transpose_copy
 
 R, C = 768, 50304
@@ -29,7 +28,7 @@ def _copy(dtype, bar=""):
     return Case(
         kernel="transpose_copy",
         name=f"{R}×{C} {dtype.name}",
-        make=lambda key: (jax.random.normal(key, (R, C), dtype),),
+        make=lambda key: normal(key, (R, C), dtype=dtype),
         run={
             name: functools.partial(transpose_copy, implementation=name)
             for name in ("triton", "xla")
@@ -42,10 +41,8 @@ def _copy(dtype, bar=""):
 
 def _add(dst_dtype, src_dtype, bar=""):
     def make(key):
-        keys = jax.random.split(key)
-        return jax.random.normal(keys[0], (C, R), dst_dtype), jax.random.normal(
-            keys[1], (R, C), src_dtype
-        )
+        dst, src = normal(key, (C, R), (R, C), dtype=dst_dtype)
+        return dst, src.astype(src_dtype)
 
     return Case(
         kernel="transpose_add",

@@ -100,6 +100,38 @@ class Case:
     """The target, in words."""
 
 
+def normal(
+    key: jax.Array, *shapes: tuple[int, ...], dtype: jax.typing.DTypeLike = jnp.bfloat16
+) -> tuple[jax.Array, ...]:
+    """Return normal arrays of these shapes, for `Case.make`."""
+    keys = jax.random.split(key, len(shapes))
+    return tuple(jax.random.normal(k, s, dtype) for k, s in zip(keys, shapes, strict=True))
+
+
+def passes(f: Callable, both: bool = True) -> Callable:
+    """Return a function of the gradient of f's output and the inputs of f: the output and, with
+    `both`, the gradients of the inputs."""
+
+    def run(dy, *inputs):
+        if not both:
+            return f(*inputs)
+        y, pull = jax.vjp(f, *inputs)
+        return y, *pull(dy)
+
+    return run
+
+
+def passes_in_torch(torch: Any, f: Callable) -> Callable:
+    """Return `passes` of a function of PyTorch's tensors."""
+
+    def run(dy, *inputs):
+        inputs = [x.requires_grad_(True) for x in inputs]
+        y = f(*inputs)
+        return y.detach(), *torch.autograd.grad(y, inputs, dy)
+
+    return run
+
+
 COPY = Case(
     kernel="ceiling",
     name="copy of 4 GiB",
