@@ -2,15 +2,13 @@
 
 import functools
 from typing import Any
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import pallas_kernels
-from pallas_kernels import _dispatch
-from pallas_kernels.extend import OPERATIONS, recorded, select
+from pallas_kernels.extend import OPERATIONS, recorded, select, tracing_for
 
 # Compute capability and SMs.
 GPUS = {
@@ -70,10 +68,8 @@ def facts_of(operation: str, numerics: str) -> dict[str, Any] | None:
 def back_ends(operation: str, facts: dict[str, Any], capability: tuple[int, int], sms: int) -> str:
     """Return the back ends that can run on a GPU, the one that auto selects first, in bold."""
     usable, gpu = [], AbstractDevice(device_kind="GPU", num_cores=sms, platform="cuda")
-    with (
-        mock.patch.object(_dispatch, "capability", lambda: capability),
-        jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)),
-    ):
+    mesh = AbstractMesh((), (), abstract_device=gpu)
+    with tracing_for(capability), jax.sharding.use_abstract_mesh(mesh):
         for name in ("auto", *(back_end.name for back_end in OPERATIONS[operation].back_ends)):
             try:
                 usable.append(select(operation, name, **facts))

@@ -26,7 +26,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import tyro
 from jax._src import xla_bridge
 from jax._src.lib import xla_client
@@ -39,7 +38,7 @@ from gptjax.bench.results import Row, label, print_table, say
 from gptjax.bench.step import describe
 from gptjax.config import Config, ConfigError
 from gptjax.training.memory import GIB, needed_bytes
-from pallas_kernels import _dispatch, _mosaic, _triton
+from pallas_kernels import _mosaic, _triton, extend
 
 H200 = """
 gpu_device_info {
@@ -107,26 +106,19 @@ class Plugin:
 
     def replace_launches(self) -> None:
         """Let pallas_kernels select and lower as on an H200, Triton's kernels as calls by name."""
-        _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
-        _dispatch.why_not_triton = lambda: None
+        self._tracing = extend.tracing_for((9, 0))  # never left
+        self._tracing.__enter__()
         _mosaic.num_sms, _triton.call = lambda: 132, self.call
 
-    def call(self, kernel, *args, out, grid, num_warps=4, num_stages=3, in_place=(), **constexprs):
-        """Replace `pallas_kernels._triton.call`: a call of the kernel's name."""
+    def call(self, kernel, *args, **options):
+        """Replace `pallas_kernels._triton.call`: a call of the kernel's name, which XLA knows."""
         name = kernel.__name__
         if name not in self._names:
             self._names.add(name)
             self._extension.register_custom_call_target(
                 self._api, name, self._handler, "CUDA", 1, 0
             )
-        arrays = [arg for arg in args if hasattr(arg, "dtype")]
-        shapes = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place]
-        aliases = {
-            next(j for j, array in enumerate(arrays) if array is args[i]): k
-            for k, i in enumerate(in_place)
-        }
-        call = jax.ffi.ffi_call(name, [*shapes, *out], input_output_aliases=aliases)
-        return tuple(call(*arrays))
+        return extend._named_call(kernel, *args, **options)
 
 
 def _module(folder: Path, name: str) -> Any:

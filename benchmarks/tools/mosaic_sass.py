@@ -25,11 +25,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import tyro
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from gptjax.bench import results
 from gptjax.bench.results import Row, print_table
-from pallas_kernels import _dispatch
+from gptjax.plan import GPUS, tracing_on
 
 DRIVER = """
 #include <string.h>
@@ -194,16 +193,8 @@ def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
 
 def modules(f: Callable, shapes: tuple) -> list[bytes]:
     """The Mosaic modules of a program lowered for an H200, in order."""
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
-    before = _dispatch.platform, _dispatch.capability, _dispatch.why_not_triton
-    _dispatch.platform, _dispatch.capability = lambda: "gpu", lambda: (9, 0)
-    # jax-triton asks a GPU which it is; without it XLA makes what Triton's kernels would.
-    _dispatch.why_not_triton = lambda: "is not looked at here"
-    try:
-        with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-            text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    finally:
-        _dispatch.platform, _dispatch.capability, _dispatch.why_not_triton = before
+    with tracing_on(GPUS["h200"]):
+        text = jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     return [_unescaped(found) for found in re.findall(r'module = "((?:[^"\\]|\\.)*)"', text)]
 
 
