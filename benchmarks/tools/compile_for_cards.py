@@ -17,9 +17,9 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.bench import results
 from gptjax.bench.results import Row, print_table
+from gptjax.doctor.kernels import complete
 from pallas_kernels import _dispatch
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def _row(example: _dispatch.Example, capability: int) -> dict | None:
     jax.clear_caches()
     try:
         kernels = tools.triton_kernels(
-            _with_gradients(example), *example.shapes, capability=capability
+            complete(example, "triton"), *example.shapes, capability=capability
         )
     except ValueError as error:
         if "implementation" in str(error):  # refused by the registry
@@ -145,22 +145,6 @@ def _row(example: _dispatch.Example, capability: int) -> dict | None:
         spilling = sorted({kernel.name for kernel in kernels if kernel.spill_bytes})
         row["error"] = f"{', '.join(spilling)} spill"
     return row
-
-
-def _with_gradients(example: _dispatch.Example):
-    """Return a function that computes the example in Triton, with its gradients if there are."""
-
-    def call(*arrays):
-        return example.call(*arrays, implementation="triton")
-
-    if not example.differentiable:
-        return call
-
-    def with_gradients(*arrays):
-        out, pull = jax.vjp(call, *arrays)
-        return out, pull(jax.tree.map(jnp.ones_like, out))
-
-    return with_gradients
 
 
 def _kernel_tools():

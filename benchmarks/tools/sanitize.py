@@ -8,7 +8,6 @@ thousandfold, and invalid addresses occur at edges.
 """
 
 import dataclasses
-import functools
 import itertools
 import os
 import re
@@ -22,11 +21,10 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import tyro
 
-import pallas_kernels  # noqa: F401  registers every operation
 from gptjax.bench import results
+from gptjax.doctor.kernels import arrays_of, complete
 from pallas_kernels import _dispatch
 
 TOOLS = ("memcheck", "racecheck")
@@ -50,31 +48,14 @@ class Options:
 def calls() -> Iterator[tuple[str, Callable, list[jax.Array]]]:
     """Yield name, function and arrays of each example of the registry in each custom back end that
     supports it here, with gradients."""
-    random = np.random.default_rng(0)
     for operation, entry in _dispatch.OPERATIONS.items():
         for make, dtype in itertools.product(entry.examples, (jnp.bfloat16, jnp.float32)):
             if (example := make(ROWS, dtype)) is None:
                 continue
-            arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
-            for back_end in entry.back_ends:
-                if back_end.name not in ("mosaic", "triton"):
-                    continue
-                call = functools.partial(example.call, implementation=back_end.name)
-                name = f"{operation}, {_dispatch.title(make)}, {dtype.__name__} · {back_end.name}"
-                yield name, total(call, example.differentiable), arrays
-
-
-def total(call: Callable, differentiable: bool) -> Callable:
-    """Return a function that launches the kernels of a call, and those of its gradient."""
-
-    def forward(*arrays):
-        return sum(out.astype(jnp.float32).sum() for out in jax.tree.leaves(call(*arrays)))
-
-    def both(*arrays):
-        floating = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-        return jax.grad(forward, floating)(*arrays)
-
-    return both if differentiable else forward
+            for back_end in ("mosaic", "triton"):
+                if any(each.name == back_end for each in entry.back_ends):
+                    name = f"{operation}, {_dispatch.title(make)}, {dtype.__name__} · {back_end}"
+                    yield name, complete(example, back_end), arrays_of(example)
 
 
 def run_inside(names: tuple[str, ...]) -> None:

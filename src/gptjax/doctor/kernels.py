@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -60,28 +60,32 @@ def check(operation: str, back_end: str) -> Result:
 
 def relative_error(example: extend.Example, back_end: str) -> float:
     """Return the largest relative error of the results and gradients of an example."""
-    random = np.random.default_rng(0)
-    arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
-    integers = [jnp.issubdtype(array.dtype, jnp.integer) for array in arrays]
-    exact = [
-        x if whole else x.astype(jnp.float32) for x, whole in zip(arrays, integers, strict=True)
-    ]
-    call = functools.partial(example.call, implementation=back_end)
-    found = _with_gradients(call, arrays, example.differentiable)
-    expected = _with_gradients(example.reference, exact, example.differentiable)
+    arrays = arrays_of(example)
+    exact = [x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float32) for x in arrays]
+    options = compiler_options()  # without them, XLA times variants of every matmul
+    pairs = ((back_end, arrays), (None, exact))
+    results = [jax.jit(complete(example, f), compiler_options=options)(*x) for f, x in pairs]
     errors = []
-    for pair in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for pair in zip(*map(jax.tree.leaves, results), strict=True):
         x, y = (np.asarray(array, np.float64) for array in pair)
         errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
     return float(max(errors))
 
 
-def _in_fp32(x):
-    return x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float32)
+def arrays_of(example: extend.Example) -> list[jax.Array]:
+    """Return random arrays of an example's shapes."""
+    random = np.random.default_rng(0)
+    return [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
 
 
-def _with_gradients(f, arrays, differentiable: bool):
-    """Return the results, and the gradients of their inner product with random directions."""
+def complete(example: extend.Example, back_end: str | None) -> Callable:
+    """Return the function that computes an example in a back end, or its definition, and the
+    gradients of the inner product of the results with random directions, if there are gradients."""
+    f = example.reference
+    if back_end is not None:
+        f = functools.partial(example.call, implementation=back_end)
+    if not example.differentiable:
+        return f
 
     def with_gradients(*arrays):
         out, pull = jax.vjp(f, *arrays)
@@ -92,5 +96,4 @@ def _with_gradients(f, arrays, differentiable: bool):
         )
         return out, pull(directions)
 
-    options = compiler_options()  # without them, XLA times variants of every matmul
-    return jax.jit(with_gradients if differentiable else f, compiler_options=options)(*arrays)
+    return with_gradients
