@@ -89,105 +89,61 @@ class CompileError(RuntimeError):
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
-    """Name → a function and the shapes of its arguments, GPT-2 124M's. Gradients have the forward
-    kernel first, then the backward one."""
+    """Name → a function and the shapes of its arguments, those of GPT-2 124M and of Llama 1B's MLP.
+    Gradients have the forward kernel first, then the backward one."""
     import pallas_kernels as pk
-    from pallas_kernels.feed_forward import mlp
+    from pallas_kernels.feed_forward import activated_mlp
 
-    def bf16(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    def gradient(f, *shapes, **options):
+        f = functools.partial(f, implementation="mosaic", **options)
+        arrays = tuple(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+        argnums = (*range(len(shapes)),)
+        return jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), argnums), arrays
 
-    def gradient(f, argnums):
-        return jax.grad(
-            lambda *args: f(*args, implementation="mosaic").astype(jnp.float32).sum(), argnums
-        )
+    def symmetric(f, *shape, **options):
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16),)
+        return functools.partial(f, implementation="mosaic", **options), arrays
 
-    packed = {
-        "D=64": bf16(64, 1024, 3, 12, 64),
-        "D=128": bf16(64, 1024, 3, 6, 128),
-        "T=4096": bf16(4, 4096, 3, 12, 64),
-    }
-    layer = (bf16(65536, 768), bf16(768, 3072), bf16(3072))
-    found = {
-        f"flash_attention {name}": (gradient(pk.flash_attention_qkv, 0), (x,))
-        for name, x in packed.items()
-    }
-    windowed = functools.partial(pk.flash_attention_qkv, window=256)
-
-    def with_documents(x, ids, **options):
+    def with_documents(x, **options):
+        ids = jnp.zeros(x.shape[:2], jnp.int32)
         return pk.flash_attention_qkv(x, segment_ids=ids, **options)
 
-    for name, x in packed.items():
-        arguments = (x, jax.ShapeDtypeStruct(x.shape[:2], jnp.int32))
-        found[f"flash_attention {name}, documents"] = (gradient(with_documents, 0), arguments)
-    return found | {
-        "flash_attention window 256": (gradient(windowed, 0), (packed["T=4096"],)),
-        "linear_gelu": (gradient(pk.linear_gelu, (0, 1, 2)), layer),
-        "mlp": (gradient(mlp, (0, 1, 2, 3)), (*layer, bf16(3072, 768))),
-        "swiglu": (
-            gradient(pk.swiglu, (0, 1, 2, 3)),
-            (bf16(16384, 2048), bf16(2048, 8192), bf16(2048, 8192), bf16(8192, 2048)),
-        ),
-        "xxt": (functools.partial(pk.xxt, implementation="mosaic"), (bf16(48, 768, 768),)),
-        "xtx": (functools.partial(pk.xtx, implementation="mosaic"), (bf16(24, 3072, 768),)),
-        "ba_plus_caa": (
-            functools.partial(pk.ba_plus_caa, b=2.0, c=0.5, implementation="mosaic"),
-            (bf16(48, 768, 768),),
-        ),
-        "ba_plus_caa, d": (
-            functools.partial(pk.ba_plus_caa, b=2.0, c=0.5, d=1.0, implementation="mosaic"),
-            (bf16(48, 768, 768),),
-        ),
-        **_fp8_programs(),
+    def relu_squared(x, w, w2, **options):
+        return activated_mlp(x, w, None, w2, activation="relu_squared", **options)
+
+    packed = {
+        "D=64": (64, 1024, 3, 12, 64),
+        "D=128": (64, 1024, 3, 6, 128),
+        "T=4096": (4, 4096, 3, 12, 64),
     }
-
-
-def _fp8_programs() -> dict[str, tuple[Callable, tuple]]:
-    from pallas_kernels.attention import Options, mosaic_backward
-    from pallas_kernels.feed_forward import mosaic
-    from pallas_kernels.gated_mlp import mosaic as gated_mlp
-    from pallas_kernels.gemm import E4M3, E5M2, Fp8
-
-    def array(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    x, w, scale = array(E4M3, 65536, 768), array(E4M3, 3072, 768), array(jnp.float32)
-    dy, bias, saved = array(E5M2, 65536, 768), array(jnp.float32, 3072), array(E4M3, 65536, 3072)
-    fp8 = {name: Fp8().hidden_format(name, jnp.bfloat16) for name in ("gelu", "relu_squared")}
-    silu = Fp8().hidden_format("silu", jnp.bfloat16)
-    rows, w_gate_up = array(E4M3, 16384, 2048), array(E4M3, 16384, 2048)
-    dh, w_down = (array(E5M2, 16384, 2048), array(E4M3, 8192, 2048))
-    heads = array(jnp.bfloat16, 64, 1024, 12, 64)
-    tensors = (array(jnp.bfloat16, 64, 1024, 3, 12, 64), array(jnp.float32, 64, 12, 1024))
-
-    def attention(qkv, lse, dout, out, fp8_scale):
-        how = {"options": Options(scale=0.125), "bias": True, "fp8_scale": fp8_scale}
-        return mosaic_backward.backward((qkv,), None, lse, dout, out, None, **how)
-
+    x, w, b, w2 = (65536, 768), (768, 3072), (3072,), (3072, 768)
+    gated = (16384, 2048), (2048, 8192), (2048, 8192), (8192, 2048)
+    projection = (64, 1024, 768), (768, 2304), (2304,)
     return {
         **{
-            f"fp8.{name}": (
-                functools.partial(mosaic.activated, activation=name, stored=stored),
-                (x, w, bias if name == "gelu" else None, (scale,)),
-            )
-            for name, stored in fp8.items()
+            f"flash_attention {name}": gradient(pk.flash_attention_qkv, x)
+            for name, x in packed.items()
         },
         **{
-            f"fp8.{name}_backward": (
-                functools.partial(mosaic.du, stored=stored, bias=name == "gelu"),
-                (dy, w, saved, (scale, scale), scale),
-            )
-            for name, stored in fp8.items()
+            f"flash_attention {name}, documents": gradient(with_documents, x)
+            for name, x in packed.items()
         },
-        "fp8.swiglu": (
-            functools.partial(gated_mlp.gated, dtype=jnp.bfloat16, stored=silu),
-            (rows, w_gate_up, (scale,)),
+        "flash_attention window 256": gradient(
+            pk.flash_attention_qkv, packed["T=4096"], window=256
         ),
-        "fp8.swiglu_backward": (
-            functools.partial(gated_mlp.gated_gradient, stored=silu),
-            (dh, w_down, array(jnp.bfloat16, 16384, 16384), (scale, scale), scale),
+        "linear_gelu": gradient(pk.linear_gelu, x, w, b),
+        "mlp": gradient(pk.mlp, x, w, b, w2),
+        "swiglu": gradient(pk.swiglu, *gated),
+        "xxt": symmetric(pk.xxt, 48, 768, 768),
+        "xtx": symmetric(pk.xtx, 24, 3072, 768),
+        "ba_plus_caa": symmetric(pk.ba_plus_caa, 48, 768, 768, b=2.0, c=0.5),
+        "ba_plus_caa, d": symmetric(pk.ba_plus_caa, 48, 768, 768, b=2.0, c=0.5, d=1.0),
+        "mlp, fp8": gradient(pk.mlp, x, w, b, w2, numerics="fp8"),
+        "relu_squared, fp8": gradient(relu_squared, x, w, w2, numerics="fp8"),
+        "swiglu, fp8": gradient(pk.swiglu, *gated, numerics="fp8"),
+        "projected_attention, fp8": gradient(
+            pk.projected_attention, *projection, heads=12, numerics="fp8"
         ),
-        "fp8.attention_backward": (attention, (*tensors, heads, heads, scale)),
     }
 
 
