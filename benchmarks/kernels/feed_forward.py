@@ -17,7 +17,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case, normal, passes, passes_in_torch
+from gptjax.bench.harness import Case, eager_and_compiled, normal, passes, passes_in_torch
 from pallas_kernels.feed_forward import Options, hidden, hidden_gradient, linear_gelu, mlp
 from pallas_kernels.gemm import Operand, Plain
 
@@ -70,10 +70,7 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
             ),
             "matmul": lambda x, w, b: jnp.matmul(x, w, precision=precision),
         },
-        torch={
-            "torch": torch_forward,
-            "torch.compile": lambda torch: torch.compile(torch_forward(torch)),
-        },
+        torch=eager_and_compiled(torch_forward),
         bytes=(4 if tf32 else 2) * (n * i + i * o + o + 2 * n * o),
         flops=2 * n * i * o,
         bound="bf16",
@@ -109,10 +106,7 @@ def backward_case(n, i, o, activation) -> Case:
             **{backend: functools.partial(run, backend) for backend in BACKENDS},
             "two matmuls": two_matmuls,
         },
-        torch={
-            "torch": torch_backward,
-            "torch.compile": lambda torch: torch.compile(torch_backward(torch)),
-        },
+        torch=eager_and_compiled(torch_backward),
         bytes=2 * (2 * n * o + 2 * n * i + 2 * i * o),
         flops=4 * n * i * o,
         bound="bf16",

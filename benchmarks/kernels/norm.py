@@ -6,7 +6,7 @@ python -m gptjax.bench kernels benchmarks/kernels/norm.py
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case, normal
+from gptjax.bench.harness import Case, eager_and_compiled, normal
 from pallas_kernels import layer_norm, rms_norm
 from pallas_kernels.norm import Options, run
 
@@ -116,16 +116,13 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
 
         return f
 
-    def rivals(f):
-        return {"torch": f, "torch.compile": lambda torch: torch.compile(f(torch))}
-
     return [
         Case(
             kernel=kernel,
             name=f"forward {name}",
             make=make_forward,
             run={name: forward(name) for name in ("triton", "xla")},
-            torch=rivals(torch_forward) if dtype == out_dtype else {},
+            torch=eager_and_compiled(torch_forward) if dtype == out_dtype else {},
             bytes=3 * stream + out,
             bar=bar,
         ),
@@ -134,7 +131,7 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
             name=f"backward {name}",
             make=make_backward,
             run={name: backward(name) for name in ("triton", "xla")},
-            torch=rivals(torch_backward) if centred and dtype == out_dtype else {},
+            torch=eager_and_compiled(torch_backward) if centred and dtype == out_dtype else {},
             bytes=3 * stream + out,
             bar=bar,
         ),

@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, normal
 from pallas_kernels import rotary_qkv
 
 BACKENDS = ("triton", "xla")
@@ -21,54 +21,32 @@ SHAPES = [
 
 
 def cases() -> list[Case]:
-    return [case(*shape) for shape in SHAPES for case in (forward_case, backward_case)]
+    return [case(*shape, backward) for shape in SHAPES for backward in (False, True)]
 
 
-def arrays(key, *, t, o, e, times=1):
-    angle = 1.0 * jnp.arange(t * times)[:, None] * 1024 ** -jnp.linspace(0, 1, e)[None]
-    return (
-        jax.random.normal(key, (1, t, o), jnp.bfloat16),
-        jnp.cos(angle)[None],
-        jnp.sin(angle)[None],
-    )
-
-
-def forward_case(name, t, h, g, d, e, options) -> Case:
-    o = (h + 2 * g) * d
-
-    def run(backend, qkv, cos, sin):
-        how = {"heads": h, "key_heads": g, "implementation": backend}
-        return rotary_qkv(qkv, cos, sin, **how, **options)
-
-    return Case(
-        kernel="rotary_qkv",
-        name=f"{name} {t}×{o} bf16",
-        make=functools.partial(arrays, t=t, o=o, e=e, times=1 + options.get("pair_heads", False)),
-        run={backend: functools.partial(run, backend) for backend in BACKENDS},
-        bytes=2 * 2 * t * o,
-        bar="≥ 85 % of the copy rate",
-    )
-
-
-def backward_case(name, t, h, g, d, e, options) -> Case:
-    o = (h + 2 * g) * d
+def case(name, t, h, g, d, e, options, backward) -> Case:
+    """Return the case of the forward pass, or of the backward pass alone."""
+    o, split = (h + 2 * g) * d, 2 if options.get("pair_heads") else 1
+    outputs = [(1, split * t, heads // split, d) for heads in (h, g, g)] if backward else []
 
     def make(key):
-        split = 2 if options.get("pair_heads") else 1
-        qkv, cos, sin = arrays(key, t=t, o=o, e=e, times=split)
-        shapes = [(1, split * t, heads // split, d) for heads in (h, g, g)]
-        return *(jax.random.normal(key, shape, jnp.bfloat16) for shape in shapes), qkv, cos, sin
+        angle = 1.0 * jnp.arange(split * t)[:, None] * 1024 ** -jnp.linspace(0, 1, e)[None]
+        return *normal(key, *outputs, (1, t, o)), jnp.cos(angle)[None], jnp.sin(angle)[None]
 
-    def run(backend, dq, dk, dv, qkv, cos, sin):
-        how = {"heads": h, "key_heads": g, "implementation": backend}
-        _, pull = jax.vjp(lambda qkv: rotary_qkv(qkv, cos, sin, **how, **options), qkv)
-        return pull((dq, dk, dv))
+    def run(backend, *arrays):
+        *gradients, qkv, cos, sin = arrays
+        how = {"heads": h, "key_heads": g, "implementation": backend} | options
+        if not backward:
+            return rotary_qkv(qkv, cos, sin, **how)
+        _, pull = jax.vjp(lambda qkv: rotary_qkv(qkv, cos, sin, **how), qkv)
+        return pull(tuple(gradients))
 
+    read_again = (h + g) * d if backward and "eps" in options else 0
     return Case(
         kernel="rotary_qkv",
-        name=f"{name}, backward {t}×{o} bf16",
+        name=f"{name}{', backward' if backward else ''} {t}×{o} bf16",
         make=make,
         run={backend: functools.partial(run, backend) for backend in BACKENDS},
-        bytes=2 * t * (2 * o + ((h + g) * d if "eps" in options else 0)),
+        bytes=2 * t * (2 * o + read_again),
         bar="≥ 85 % of the copy rate",
     )

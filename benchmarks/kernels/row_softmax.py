@@ -6,7 +6,7 @@ python -m gptjax.bench kernels benchmarks/kernels/row_softmax.py
 import functools
 import math
 
-from gptjax.bench.harness import Case, normal
+from gptjax.bench.harness import Case, eager_and_compiled, normal
 from pallas_kernels.row_softmax import Options, backward, softmax
 
 
@@ -45,7 +45,7 @@ def _forward(shape, causal=False, bar=""):
     def in_jax(implementation):
         return functools.partial(softmax, causal=causal, implementation=implementation)
 
-    def in_torch(torch, wrap):
+    def in_torch(torch):
         def f(x):
             if causal:
                 x = x.masked_fill(
@@ -54,17 +54,14 @@ def _forward(shape, causal=False, bar=""):
                 )
             return torch.softmax(x, -1)
 
-        return wrap(f)
+        return f
 
     return Case(
         kernel="softmax",
         name=_name("forward", shape, causal),
         make=lambda key: normal(key, shape),
         run={name: in_jax(name) for name in ("triton", "xla")},
-        torch={
-            "torch": lambda torch: in_torch(torch, lambda f: f),
-            "torch.compile": lambda torch: in_torch(torch, torch.compile),
-        },
+        torch=eager_and_compiled(in_torch),
         bytes=_bytes(shape, read=1, written=1, causal=causal),
         bar=bar,
     )

@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case
+from gptjax.bench.harness import Case, eager_and_compiled
 from pallas_kernels import symmetric
 
 B, C = 4.042929935166739, -2.808917465908714
@@ -67,12 +67,7 @@ def cases() -> list[Case]:
                         else {}
                     ),
                 },
-                torch={
-                    "torch": functools.partial(in_torch, kernel),
-                    "torch.compile": lambda torch, kernel=kernel: torch.compile(
-                        in_torch(kernel, torch)
-                    ),
-                },
+                torch=eager_and_compiled(functools.partial(in_torch, kernel)),
                 bytes=2 * batch * (rows * columns + m * m),
                 flops=batch * m * (m + 1) * k,
                 bound="bf16",

@@ -7,7 +7,7 @@ import functools
 
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case, normal
+from gptjax.bench.harness import Case, eager_and_compiled, normal
 from pallas_kernels import transpose_add, transpose_copy
 
 R, C = 768, 50304
@@ -33,7 +33,7 @@ def _copy(dtype, bar=""):
             name: functools.partial(transpose_copy, implementation=name)
             for name in ("triton", "xla")
         },
-        torch=_rivals(lambda src: src.t().contiguous()),
+        torch=eager_and_compiled(lambda torch: lambda src: src.t().contiguous()),
         bytes=2 * R * C * dtype.itemsize,
         bar=bar,
     )
@@ -53,12 +53,8 @@ def _add(dst_dtype, src_dtype, bar=""):
             name: functools.partial(transpose_add, implementation=name)
             for name in ("triton", "xla")
         },
-        torch=_rivals(lambda dst, src: dst.add_(src.t())),
+        torch=eager_and_compiled(lambda torch: lambda dst, src: dst.add_(src.t())),
         bytes=R * C * (2 * dst_dtype.itemsize + src_dtype.itemsize),
         in_place=True,
         bar=bar,
     )
-
-
-def _rivals(f):
-    return {"torch": lambda torch: f, "torch.compile": lambda torch: torch.compile(f)}

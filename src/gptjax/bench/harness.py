@@ -132,6 +132,11 @@ def passes_in_torch(torch: Any, f: Callable) -> Callable:
     return run
 
 
+def eager_and_compiled(make: Callable[[Any], Callable]) -> dict[str, Callable]:
+    """Return `Case.torch` of a function, as it is and compiled."""
+    return {"torch": make, "torch.compile": lambda torch: torch.compile(make(torch))}
+
+
 COPY = Case(
     kernel="ceiling",
     name="copy of 4 GiB",
