@@ -27,6 +27,7 @@ BACKENDS = ("mosaic", "triton", "xla")
 TF32 = (32768, 768, 3072)
 TF32_BACKENDS = ("triton", "xla")
 HIGH = jax.lax.Precision.HIGH
+NAMES = {"bf16": "bf16", "tf32": "fp32 as TF32", "fp8": "FP8"}
 
 
 def forward_inputs(key, *, n, i, o, dtype=jnp.bfloat16):
@@ -120,12 +121,13 @@ def whole_inputs(key, *, n, i, o, c, dtype):
     return (dy, x, w * dtype(i**-0.5), b, *([w2 * dtype(o**-0.5)] if c else []))
 
 
-def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
+def whole_case(f, n, i, o, c=None, *, numerics="bf16") -> Case:
     """Return the case of forward and backward pass of `linear_gelu`, or of `mlp` with C outputs."""
-    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
+    tf32 = numerics == "tf32"
+    dtype = jnp.float32 if tf32 else jnp.bfloat16
 
     def run(backend):
-        return passes(functools.partial(f, implementation=backend, precision=precision))
+        return passes(functools.partial(f, implementation=backend, numerics=numerics))
 
     def six_matmuls(dy, x, w, b, w2):
         h = x @ w
@@ -145,7 +147,7 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
     return Case(
         kernel="linear_gelu",
         name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} "
-        f"{'fp32 as TF32' if tf32 else 'bf16'}",
+        f"{NAMES[numerics]}",
         make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
         run={
             **{backend: run(backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
@@ -162,14 +164,15 @@ def whole_case(f, n, i, o, c=None, *, tf32=False) -> Case:
 
 
 def cases() -> list[Case]:
-    """Return the cases: all widths for GELU and the MLP, GPT-2 124M's widths for squared ReLU and
-    fp32."""
+    """Return the cases: all widths for GELU and the MLP, GPT-2 124M's widths for squared ReLU, FP8
+    and fp32."""
     made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
     made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
     made += [whole_case(mlp, *shape, shape[1]) for shape in SHAPES]
     return [
         *made,
+        whole_case(mlp, *SHAPES[0], SHAPES[0][1], numerics="fp8"),
         forward_case(*TF32, "gelu", tf32=True),
-        whole_case(linear_gelu, *TF32, tf32=True),
-        whole_case(mlp, *TF32, TF32[1], tf32=True),
+        whole_case(linear_gelu, *TF32, numerics="tf32"),
+        whole_case(mlp, *TF32, TF32[1], numerics="tf32"),
     ]

@@ -23,7 +23,7 @@ BACKENDS = ("triton", "xla")
 
 def cases() -> list[Case]:
     passes = [case(n, f) for n, _, f in SHAPES for case in (forward_case, backward_case)]
-    return [*passes, *(mlp_case(*shape) for shape in SHAPES)]
+    return [*passes, *(mlp_case(*shape, how) for shape in SHAPES for how in ("bf16", "fp8"))]
 
 
 def forward_case(n, f) -> Case:
@@ -71,7 +71,7 @@ def backward_case(n, f) -> Case:
     )
 
 
-def mlp_case(n, i, f) -> Case:
+def mlp_case(n, i, f, numerics) -> Case:
     def make(key):
         dy, x, w_gate, w_up, w_down = normal(key, (n, i), (n, i), (i, f), (i, f), (f, i))
         scale = jnp.bfloat16(i**-0.5)
@@ -92,11 +92,11 @@ def mlp_case(n, i, f) -> Case:
 
     return Case(
         kernel="swiglu",
-        name=f"swiglu forward and backward {n}×{i}×{f} bf16",
+        name=f"swiglu forward and backward {n}×{i}×{f} {numerics.replace('fp8', 'FP8')}",
         make=make,
         run={
             **{
-                name: passes(functools.partial(swiglu, implementation=name))
+                name: passes(functools.partial(swiglu, implementation=name, numerics=numerics))
                 for name in ("mosaic", *BACKENDS)
             },
             "six matmuls": six_matmuls,
