@@ -1,7 +1,6 @@
 """benchmarks/tools/tune_attention.py finds the fastest correct tiles, and writes them to the file
 that the kernels read."""
 
-import dataclasses
 import importlib
 import json
 import shutil
@@ -35,19 +34,14 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
         far = abs(tile["M"] - 32) + abs(tile["N"] - 64) + abs(tile["num_stages"] - 2)
         return dict.fromkeys(names, 1e-3 * (1 + far))
 
-    run = tune._run
+    run = tune.Space.run
     monkeypatch.setattr(tune, "seconds", seconds)
-    monkeypatch.setattr(
-        tune,
-        "_run",
-        lambda o, module, tiles: tried.append(tiles["forward"]) or run(o, module, tiles),
-    )
+    monkeypatch.setattr(tune.Space, "run", lambda self, tile: tried.append(tile) or run(self, tile))
     # 32 keys at a time come out wrong, whatever they cost.
     error = tune.error
     monkeypatch.setattr(tune, "error", lambda o, f: 1.0 if tried[-1]["N"] == 32 else error(o, f))
-    space = tune.triton
     few = {"M": (16, 32), "N": (32, 64), "num_stages": (1, 2)}
-    monkeypatch.setattr(tune, "triton", lambda o: dataclasses.replace(space(o), values=few))
+    monkeypatch.setattr(tune.Space, "values", few)
     out = tmp_path / "trials.json"
     how = ["--kernel", "forward", *SHAPE, "--write", "--out", str(out)]
     assert tune.main(how) == 0
@@ -75,9 +69,7 @@ def test_the_fastest_right_tiles_are_found_and_written(tune, tmp_path, monkeypat
 def test_tiles_of_an_option(kernel, option, how, tune, tmp_path, monkeypatch, triton_on_cpu):
     """They are written beside the entry's own tiles, and read for calls with the option only."""
     monkeypatch.setattr(tune, "seconds", lambda case, names: dict.fromkeys(names, 1e-3))
-    space = tune.triton
-    few = lambda o: dataclasses.replace(space(o), values={})
-    monkeypatch.setattr(tune, "triton", few)
+    monkeypatch.setattr(tune.Space, "values", {})
     before = triton.tuning((9, 0), "16", 16, option)
     assert tune.main(["--kernel", kernel, *SHAPE, *how, "--write"]) == 0
     found = json.loads((tmp_path / "triton_tiles.json").read_text())

@@ -20,17 +20,19 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 
-from gptjax.bench import harness, results
+from gptjax.bench import BenchError, harness, results
 from gptjax.bench.harness import Case, seconds
 from gptjax.bench.results import Row, print_table
+from gptjax.terminal import exit_code, first_line
 from pallas_kernels import attention, extend
+from pallas_kernels.attention import triton
 
 FOLDER = Path(__file__).parents[2] / "pallas_kernels" / "attention"
 DTYPES = {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}
@@ -60,91 +62,81 @@ class Options:
     """JSON file for every trial."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Space:
-    """The tiles to try."""
+    """The tiles to try for a kernel."""
 
-    start: dict
-    values: dict[str, tuple]
-    why_not: Callable[[dict], str | None]
-    run: Callable[[dict], Callable]
-    """Tiles → a function of (operands, bias, out, lse, dout)."""
-    write: Callable[[dict], Path]
-
-
-def triton(o: Options) -> Space:
-    from pallas_kernels.attention import triton
-
-    capability, head_dim = extend.capability(), max(o.shape[3], o.value_dim or 0)
-    matmul = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
-    bias = jax.eval_shape(functools.partial(make_bias, o, *o.shape[1:3]))
-    option = triton.tuned_option(bias, o.shape[3], o.value_dim or o.shape[3])
-    entry = triton.tuning(capability, matmul, head_dim, option)
-    padded, size = triton.padded(head_dim), DTYPES[o.dtype].dtype.itemsize
-    shared_kb = triton.SHARED_KB.get(capability, 99)
-
-    def why_not(tile):
-        # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through
-        # shared memory as well.
-        tf32 = matmul == "tf32"  # some operands have two copies
-        kept, flying = {
-            "forward": (tile["M"], 2 * tile["N"]),
-            "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
-            "dkv": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
-        }[o.kernel]
-        needed = padded * size * (kept + flying * max(1, tile["num_stages"] - 1))
-        if needed > shared_kb * 1024:
-            return f"{needed} bytes of shared memory are needed, and there are {shared_kb} KB"
-        rows = tile["N"] if o.kernel == "dkv" else tile["M"]
-        accumulators = {"forward": 1, "dq": 1, "dkv": 2}[o.kernel] * rows * padded
-        scores = (1.5 if o.kernel == "forward" else 2.5) * tile["M"] * tile["N"]
-        registers = (accumulators + scores) / (32 * tile["num_warps"])
-        return f"about {registers:.0f} registers a thread are needed" if registers > 230 else None
-
-    def run(tile):
-        return _run(o, triton, entry | {o.kernel: tile})
-
-    def write(tile):
-        path = FOLDER / "triton_tiles.json"
-        with alone():
-            data = json.loads(path.read_text())
-            name = f"{capability[0]}.{capability[1]}"
-            if name not in data:
-                raise SystemExit(
-                    f"{path.name} has no entry for {name}; make one first, from that of the "
-                    "nearest GPU"
-                )
-            entries = data[name][matmul]
-            tiles = entries[min((p for p in entries if int(p) >= padded), key=int)]
-            if option is not None:
-                tiles = tiles.setdefault(option, {})
-            tiles[o.kernel] = tile
-            path.write_text(results.compact_json(data) + "\n")
-        return path
-
-    values = {
+    values: ClassVar[dict[str, tuple[int, ...]]] = {
         "M": (16, 32, 64, 128, 256),
         "N": (16, 32, 64, 128, 256),
         "num_warps": (4, 8),
         "num_stages": (1, 2, 3, 4),
     }
-    return Space(start=dict(entry[o.kernel]), values=values, why_not=why_not, run=run, write=write)
 
+    def __init__(self, o: Options):
+        self.o, head_dim = o, max(o.shape[3], o.value_dim or 0)
+        self.matmul = "fp32" if o.true_fp32 else "tf32" if o.dtype == "fp32" else "16"
+        bias = jax.eval_shape(functools.partial(make_bias, o, *o.shape[1:3]))
+        self.option = triton.tuned_option(bias, o.shape[3], o.value_dim or o.shape[3])
+        self.padded, self.capability = triton.padded(head_dim), extend.capability()
+        self.entry = triton.tuning(self.capability, self.matmul, head_dim, self.option)
+        self.start = dict(self.entry[o.kernel])
 
-def _run(o: Options, module, tiles):
-    options = attention.Options(
-        o.causal,
-        o.shape[3] ** -0.5,
-        o.window,
-        precision="highest" if o.true_fp32 else None,
-        start=0,
-    )
-    how = {"options": options, "tiles": tiles}
-    if o.kernel == "forward":
-        return lambda operands, bias, *_: module.forward(operands, None, bias, **how)
-    return lambda operands, bias, out, lse, dout: module.backward(
-        operands, None, lse, dout, out, None, bias, **how
-    )
+    def why_not(self, tile: dict) -> str | None:
+        """Return why tiles are not compiled, by an estimate; else None."""
+        # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through
+        # shared memory as well.
+        tf32, kernel = (
+            self.matmul == "tf32",
+            self.o.kernel,
+        )  # in TF32, some operands have two copies
+        kept, flying = {
+            "forward": (tile["M"], 2 * tile["N"]),
+            "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
+            "dkv": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
+        }[kernel]
+        size, shared_kb = (
+            DTYPES[self.o.dtype].dtype.itemsize,
+            triton.SHARED_KB.get(self.capability, 99),
+        )
+        needed = self.padded * size * (kept + flying * max(1, tile["num_stages"] - 1))
+        if needed > shared_kb * 1024:
+            return f"{needed} bytes of shared memory are needed, and there are {shared_kb} KB"
+        rows = tile["N"] if kernel == "dkv" else tile["M"]
+        accumulators = {"forward": 1, "dq": 1, "dkv": 2}[kernel] * rows * self.padded
+        scores = (1.5 if kernel == "forward" else 2.5) * tile["M"] * tile["N"]
+        registers = (accumulators + scores) / (32 * tile["num_warps"])
+        return f"about {registers:.0f} registers a thread are needed" if registers > 230 else None
+
+    def run(self, tile: dict) -> Callable:
+        """Return a function of (operands, bias, out, lse, dout) with these tiles."""
+        o = self.o
+        precision = "highest" if o.true_fp32 else None
+        scale = o.shape[3] ** -0.5
+        options = attention.Options(o.causal, scale, o.window, precision=precision, start=0)
+        how = {"options": options, "tiles": self.entry | {o.kernel: tile}}
+        if o.kernel == "forward":
+            return lambda operands, bias, *_: triton.forward(operands, None, bias, **how)
+        return lambda operands, bias, out, lse, dout: triton.backward(
+            operands, None, lse, dout, out, None, bias, **how
+        )
+
+    def write(self, tile: dict) -> Path:
+        """Store tiles in the file that the kernels read; return the file."""
+        path, name = FOLDER / "triton_tiles.json", "{}.{}".format(*self.capability)
+        with alone():
+            data = json.loads(path.read_text())
+            if name not in data:
+                raise SystemExit(
+                    f"{path.name} has no entry for {name}; make one first, from that of the "
+                    "nearest GPU"
+                )
+            entries = data[name][self.matmul]
+            tiles = entries[min((p for p in entries if int(p) >= self.padded), key=int)]
+            if self.option is not None:
+                tiles = tiles.setdefault(self.option, {})
+            tiles[self.o.kernel] = tile
+            path.write_text(results.compact_json(data) + "\n")
+        return path
 
 
 def make_bias(o: Options, t: int, h: int):
@@ -214,25 +206,17 @@ def alone():
         yield
 
 
-def search(o: Options, args: list[str] | None) -> int:
+def search(o: Options, args: list[str] | None) -> None:
+    """Search, print and store the tiles. Raise ValueError if the kernels or no tiles run here."""
+    how = {"dtype": DTYPES[o.dtype], "length": o.shape[1], "head_dim": o.shape[3]}
+    extend.select("flash_attention", "triton", **how)
     harness.MOST_BYTES = 3e9  # several searches share the GPU's memory
-    space, forward = triton(o), triton(dataclasses.replace(o, kernel="forward"))
+    space, forward = Space(o), Space(dataclasses.replace(o, kernel="forward"))
     inputs = jax.jit(functools.partial(make, o, forward.run(forward.start)))
     b, t, h, d = o.shape
-    case = Case(
-        kernel="flash_attention",
-        name=o.kernel,
-        make=inputs,
-        run={},
-        flops=2
-        * b
-        * h
-        * t
-        * t
-        * (d + (o.value_dim or d))
-        / (2 if o.causal else 1)
-        * (1 if o.kernel == "forward" else 2.5),
-    )
+    flops = 2 * b * h * t * t * (d + (o.value_dim or d)) / (2 if o.causal else 1)
+    flops *= 1 if o.kernel == "forward" else 2.5
+    case = Case(kernel="flash_attention", name=o.kernel, make=inputs, run={}, flops=flops)
     allowed = {"bf16": 2.0**-6, "fp16": 2.0**-9, "fp32": 2.0**-14 if o.true_fp32 else 2.0**-8}[
         o.dtype
     ]
@@ -257,11 +241,7 @@ def search(o: Options, args: list[str] | None) -> int:
                 with alone():
                     row["ms"] = seconds(timed, ["tiles"])["tiles"] * 1e3
         except Exception as failure:  # what does not compile is no reason not to try the next
-            row["why_not"] = (
-                f"{type(failure).__name__}: {str(failure).splitlines()[0] if str(failure) else ''}"[
-                    :200
-                ]
-            )
+            row["why_not"] = first_line(failure)
         print(f"{tiles}: {row.get('ms', row.get('why_not'))}", file=sys.stderr, flush=True)
         return row.get("ms", float("inf"))
 
@@ -293,27 +273,14 @@ def search(o: Options, args: list[str] | None) -> int:
         )
         results.write(o.out, result)
     if not found:
-        print("error: no tiles ran", file=sys.stderr)
-        return 1
+        raise BenchError("no tiles ran")
     if o.write:
         print(f"wrote {space.write(found[0]['tiles'])}")
-    return 0
 
 
 def main(args: list[str] | None = None) -> int:
     o = tyro.cli(Options, description=__doc__, args=args)
-    try:
-        extend.select(
-            "flash_attention",
-            "triton",
-            dtype=DTYPES[o.dtype],
-            length=o.shape[1],
-            head_dim=o.shape[3],
-        )
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return search(o, args)
+    return exit_code(lambda: search(o, args), (ValueError,))
 
 
 if __name__ == "__main__":
