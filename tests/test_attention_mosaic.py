@@ -155,13 +155,14 @@ def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, windo
         # With rows that are out of bounds a full block may be masked.
         ours = list(range(full_start, full_stop))
         assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
-    for head_dim, queries in ((128, 64), (64, 128)):
+    seen = np.pad(seen, [(0, 0), (0, 128), (0, 128)])
+    for head_dim, keys in mosaic_backward_kernel.KEYS.items():
         shape = (LENGTH, LENGTH, 1, 1, head_dim, FP16)
         sizes = mosaic_backward_kernel.Sizes(Options(causal=causal), *shape, True, 1)
-        for b, j in np.ndindex(2, 3):
-            ends = bounds.first_BT[b, j * 128], bounds.last_BT[b, j * 128 + 127]
+        for b, j in np.ndindex(2, sizes.key_blocks):
+            ends = bounds.first_BT[b, j * keys], bounds.last_BT[b, j * keys + keys - 1]
             found = sizes.queries_of(j, *ends)
-            mine = seen[b, :, j * 128 : (j + 1) * 128].reshape(384 // queries, queries, 128)
+            mine = seen[b, :, j * keys : (j + 1) * keys].reshape(-1, sizes.queries, keys)
             assert np.flatnonzero(mine.any((1, 2))).tolist() == list(range(*map(int, found)))
 
 
@@ -210,7 +211,7 @@ def test_forward(mosaic_on_cpu, shape, dtype, mask):
 ONE = (1, 136, 1, 1, 64)
 SPLIT = {"whole_heads": False}
 BACKWARD_CASES = [
-    # Whole blocks; one key more than two blocks; tiny, and not a multiple of 8.
+    # Whole tiles; one key more than a block; tiny, and not a multiple of 8.
     ((1, 384, 1, 1, 64), BF16, {}),
     ((1, 257, 1, 1, 64), FP16, {"causal": False}),
     ((1, 257, 1, 1, 64), FP16, SPLIT),
@@ -218,7 +219,7 @@ BACKWARD_CASES = [
     ((2, 136, 4, 2, 64), FP16, {"with_dlse": True}),
     ((1, 136, 4, 2, 64), FP16, SPLIT),
     ((1, 264, 2, 2, 64), FP16, SPLIT | {"packed": True}),
-    # Inside a block; over two blocks, with keys in the middle whose tiles need no mask.
+    # Inside a block, and tiles without a visible key; keys in the middle whose tiles need no mask.
     ((1, 264, 1, 1, 64), FP16, {"window": 70}),
     ((1, 400, 1, 1, 64), FP16, {"window": 270}),
     ((1, 264, 1, 1, 64), FP16, SPLIT | {"window": 140}),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TILE = 128
+TILE = 256
 """Multiple of the rows of every tile of the kernels that read padded bounds."""
 ROWS_TOGETHER = 4
 """Items per thread block that are sorted together, if a thread block has more than 3 times that."""

@@ -36,14 +36,14 @@ L2_BYTES = 40 * 2**20
 
 def stores_fp8(batch: int, length: int, heads: int) -> bool:
     """Return whether `backward` can store the gradients of packed operands in FP8."""
-    return length % KEYS == 0 and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
+    return length % 128 == 0 and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
 
 
 def whole_heads_are_faster(heads: int, keys: int, blocks: int) -> bool:
     """Return whether the idle thread blocks of the last round cost less than the two passes over dQ
     of split heads. The passes are estimated at 128/S of the kernel's time."""
     rounds = pl.cdiv(heads, blocks)
-    return rounds * blocks <= heads * (1 + KEYS / keys)
+    return rounds * blocks <= heads * (1 + 128 / keys)
 
 
 # jit: trace and lower `backward` once for all layers. Tracing and lowering for each layer took 28 s
@@ -84,8 +84,8 @@ def backward(
     if whole_heads is None:
         whole_heads = options.deterministic or whole_heads_are_faster(total, keys, sms)
         whole_heads |= fp8_scale is not None  # a shard may have too few heads for the estimate
-    assert fp8_scale is None or (whole_heads and length % KEYS == 0 and len(operands) == 1)
-    blocks = min(sms, total if whole_heads else total * pl.cdiv(keys, KEYS))
+    assert fp8_scale is None or (whole_heads and length % 128 == 0 and len(operands) == 1)
+    blocks = min(sms, total if whole_heads else total * pl.cdiv(keys, KEYS[head_dim]))
     shape = (length, keys, key_heads, heads // key_heads, head_dim)
     sizes = Sizes(options, *shape, dout_BTHD.dtype, whole_heads, blocks)
     rows_BHRT, zeros_BTHD, dout_HD = _lse_and_delta(
@@ -156,7 +156,8 @@ def _table(sizes: Sizes, heads: int, bounds):
 
     if bounds is not None:
         j = jnp.arange(sizes.key_blocks, dtype=jnp.int32)
-        ends = bounds.first_BT[:, ::KEYS], bounds.last_BT[:, KEYS - 1 :: KEYS]
+        keys = sizes.block_keys
+        ends = bounds.first_BT[:, ::keys], bounds.last_BT[:, keys - 1 :: keys]
         costs_BI = sizes.group * jax.vmap(jax.vmap(steps), (None, 0, 0))(j, *ends) + 1
         costs_BI = costs_BI.sum(1, keepdims=True) if sizes.whole_heads else costs_BI
         return documents.schedule_by_cost(costs_BI, sizes.key_heads, sizes.blocks)

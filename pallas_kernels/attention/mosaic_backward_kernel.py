@@ -1,20 +1,23 @@
 """Backward kernel of flash attention on Hopper (Pallas Mosaic GPU): five matmuls in one kernel.
 
-A work item is a block of 128 keys of one head, and a loop over all blocks of queries that see the
-keys. dK and dV stay in registers during the loop. One warpgroup loads. Two warpgroups multiply, 64
-of the keys each. For each block of queries:
+A work item is a block of keys of one head, and a loop over all blocks of queries that see the keys.
+dK and dV stay in registers during the loop. One warpgroup loads. Two warpgroups multiply, half of
+the keys each, in tiles of 64 keys × 64 queries. For each tile:
 
     QK and dP:  Sᵀ = K Qᵀ, dPᵀ = V dOᵀ                                         `start_scores`
     softmax:    Pᵀ = exp2(scale·log₂e·Sᵀ − log₂e·L), dSᵀ = Pᵀ ∘ (dPᵀ − D)      `softmax`
                 with a soft cap c: X = tanh(scale/c·S), Pᵀ = exp2(c·log₂e·Xᵀ − log₂e·L),
                 dSᵀ = Pᵀ ∘ (1 − X²)ᵀ ∘ (dPᵀ − D)
     gradients:  dV += Pᵀ dO                                                    `scores_and_dv`
-                dQ += dS K, dK += dSᵀ Q                                        `dq_and_dk`
+                dK += dSᵀ Q, and for each block dQ += dS K
 
 Pᵀ and dSᵀ are left operands in registers. dSᵀ is also stored in shared memory, since dQ is a sum
-over the keys of both warpgroups. With two tiles of dS, dQ is late: a step computes dQ of the block
-of queries before. Then no warpgroup waits for dS of the other, and the matmul for dK hides the
-store of dQ. The first step discards its dQ, and the last block's dQ is computed after the loop.
+over the keys of both warpgroups. A head dimension has one of two steps:
+    D = 64, `step_of_tiles`: 2×2 tiles for each warpgroup, then dQ. The warpgroups wait for dS of
+        each other once in four tiles, and dQ is added to global memory once for 256 keys.
+    D = 128, `late_step`: one tile, and dQ of the block of queries before. Then no warpgroup waits
+        for dS of the other, and the matmul for dK hides the store of dQ. The first step discards
+        its dQ, and the last block's dQ is computed after the loop.
 
 dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
     whole heads: a thread block (CTA) processes all key blocks of a head, and is the only writer of
@@ -28,16 +31,16 @@ dQ is summed over blocks of keys in fp32 in global memory, in one of two ways:
 
 | barrier | number | arrivals | who arrives | who waits |
 | --- | --- | --- | --- | --- |
-| `q_full` | 2 | 3 | the copies of q, dO, and L and D | each multiplying warpgroup |
-| `q_empty` | 2 | 2 | each multiplying warpgroup | loading warpgroup |
-| `k_full` | key_stages | 2 | the copies of k and v | each multiplying warpgroup |
-| `k_empty` | key_stages | 2 | each multiplying warpgroup | loading warpgroup |
+| `q_full` | stages | 3 | the copies of q, dO, and L and D | each multiplying warpgroup |
+| `q_empty` | stages | 2 | each multiplying warpgroup | loading warpgroup |
+| `k_full` | 1 | 2 | the copies of k and v | each multiplying warpgroup |
+| `k_empty` | 1 | 2 | each multiplying warpgroup | loading warpgroup |
 | `ds_full` | score_stages | 2 | multiplying warpgroups, after dS, and late dQ | both, before dQ |
 | `ds_empty` | 1 | 2 | multiplying warpgroups, after dQ | both warpgroups, before dS |
 | `sums_full` | 2 | 1 | the copy of the sums of dQ | the warpgroup that started the copy |
 
-`sums_full` exists with whole heads only, `ds_empty` only with one tile of dS. Of two tiles, the one
-to be stored is free: after its matmul ended, each warpgroup has arrived on the other's `ds_full`.
+`sums_full` exists with whole heads only, `ds_empty` only with one block of dS. Of two, the block to
+be stored is free: after its matmul ended, each warpgroup has arrived on the other's `ds_full`.
 
 The instructions are ordered so that the compiled code keeps the tensor cores busy: ptxas reports
 waits for matmuls, and spills.
@@ -49,6 +52,7 @@ statistics log₂e·L and −D of a query.
 import collections
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -59,22 +63,19 @@ from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, store_transposed, sw
 from pallas_kernels.attention.mosaic_forward_kernel import divmod_int32, operand
 from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
-KEYS = 128
-"""Keys of a work item. Each multiplying warpgroup has HALF keys, and adds HALF×HALF parts to dQ."""
 MULTIPLIERS = 2
-STAGES = 2
-"""Blocks of queries in shared memory."""
-# By head dimension, the fastest of those measured on an H200 that fit into shared memory.
+# By head dimension, the fastest of those measured that fit into registers and shared memory.
+KEYS = {64: 256, 128: 128}
+"""Keys of a work item. dK and dV are in registers."""
 QUERIES = {64: 128, 128: 64}
-"""Queries in a block: the registers of two warpgroups limit this number, since dK and dV are in
-registers too."""
-KEY_STAGES = {64: 2, 128: 1}
-"""Blocks of keys in shared memory."""
+"""Queries of a step. Each multiplying warpgroup adds a HALF×HALF part to dQ."""
+STAGES = {64: 3, 128: 2}
+"""Slots of HALF queries in shared memory."""
 SCORE_STAGES = {64: 1, 128: 2}
-"""Tiles of dS in shared memory. With two, dQ is late."""
+"""Blocks of dS in shared memory. With two, dQ is late."""
 SLOTS = {64: 1, 128: 2}
-"""64×64 parts of results in shared memory for each warpgroup, in addition to the parts in the tiles
-of dS."""
+"""64×64 parts of results in shared memory for each warpgroup, in addition to the parts in the
+blocks of dS."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,9 +106,19 @@ class Sizes:
         return QUERIES[self.head_dim]
 
     @property
+    def tiles(self) -> int:
+        """Number of tiles of HALF queries in a block, and of HALF keys of a warpgroup."""
+        return self.queries // HALF
+
+    @property
+    def block_keys(self) -> int:
+        """Number of keys in a block."""
+        return KEYS[self.head_dim]
+
+    @property
     def key_blocks(self) -> int:
         """Number of blocks of keys of a head."""
-        return pl.cdiv(self.keys, KEYS)
+        return pl.cdiv(self.keys, self.block_keys)
 
     def queries_of(self, j, first_query=None, last_query=None):
         """Return (first, stop): the blocks first … stop − 1 of queries see keys of key block j.
@@ -118,21 +129,21 @@ class Sizes:
             first_query, last_query: with documents, the first and the last query that see such a
                 key.
         """
-        window, queries = self.options.window, self.queries
+        window, queries, keys = self.options.window, self.queries, self.block_keys
         least, most, div = jnp.minimum, jnp.maximum, lambda a: lax.div(a, jnp.int32(queries))
         if isinstance(j, int):
             least, most, div = min, max, lambda a: a // queries
         first, stop = 0, pl.cdiv(self.length, queries)
         if self.options.causal and self.keys != self.length:
-            first = least(div(most(j * KEYS - self.options.start, 0)), stop - 1)
+            first = least(div(most(j * keys - self.options.start, 0)), stop - 1)
         elif self.options.causal:
-            first = j * (KEYS // queries)
+            first = j * (keys // queries)
         elif first_query is not None:
             first = lax.div(first_query, jnp.int32(queries))
         if last_query is not None:
             stop = lax.div(last_query, jnp.int32(queries)) + 1
         if window is not None:
-            behind = j * KEYS + (KEYS + window - 2)
+            behind = j * keys + (keys + window - 2)
             if self.options.start:
                 behind = most(behind - self.options.start, 0)
             stop = least(stop, div(behind) + 1)
@@ -151,23 +162,23 @@ class Scratch(
 
 def scratch_types(sizes: Sizes, fp8: bool) -> Scratch:
     """Return the types of the shared memory and the barriers; `fp8` as in `Block`."""
-    head_dim, dtype, queries = sizes.head_dim, sizes.dtype, sizes.queries
-    key_stages, score_stages = KEY_STAGES[head_dim], SCORE_STAGES[head_dim]
+    head_dim, dtype = sizes.head_dim, sizes.dtype
+    stages, score_stages, keys = STAGES[head_dim], SCORE_STAGES[head_dim], sizes.block_keys
     part = (2, HALF, HALF) if fp8 else (HALF, HALF)
     return Scratch(
-        q=swizzled((STAGES, queries, head_dim), dtype),
-        dout=swizzled((STAGES, queries, head_dim), dtype),
-        rows=plgpu.SMEM((STAGES, 2, queries), jnp.float32),
-        k=swizzled((key_stages, KEYS, head_dim), dtype),
-        v=swizzled((key_stages, KEYS, head_dim), dtype),
-        ds=swizzled((score_stages, queries // HALF, KEYS, HALF), dtype),
+        q=swizzled((stages, HALF, head_dim), dtype),
+        dout=swizzled((stages, HALF, head_dim), dtype),
+        rows=plgpu.SMEM((stages + (head_dim == HALF), 2, HALF), jnp.float32),  # and `columns`
+        k=swizzled((1, keys, head_dim), dtype),
+        v=swizzled((1, keys, head_dim), dtype),
+        ds=swizzled((score_stages, sizes.tiles, keys, HALF), dtype),
         sums=swizzled((MULTIPLIERS, HALF, HALF), jnp.float32),
         out=swizzled((MULTIPLIERS, SLOTS[head_dim], *part), jnp.float8_e5m2 if fp8 else dtype),
-        columns=plgpu.SMEM((MULTIPLIERS, queries), jnp.int32),
-        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=STAGES),
-        q_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=STAGES),
-        k_full=plgpu.Barrier(num_arrivals=2, num_barriers=key_stages),
-        k_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=key_stages),
+        columns=None if head_dim == HALF else plgpu.SMEM((MULTIPLIERS, HALF), jnp.int32),
+        q_full=plgpu.Barrier(num_arrivals=3, num_barriers=stages),
+        q_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=stages),
+        k_full=plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        k_empty=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=1),
         ds_full=plgpu.Barrier(num_arrivals=MULTIPLIERS, num_barriers=score_stages),
         ds_empty=None
         if score_stages > 1
@@ -186,9 +197,10 @@ class Item(
         first, stop: the blocks of queries that see the keys.
         k_slot: slot of the keys and values.
         steps: number of blocks of queries over all heads of the group.
-        key, mine: the warpgroup's first key, and the warpgroup's slice of the block.
-        fills: number of fills of the query slots before this item.
-        seen_by: with documents, the first and the last query that see all of these keys.
+        key: the warpgroup's first key.
+        fills: number of steps before this item.
+        mine: the warpgroup's slice of a block of dQ. Of a tile (`Block.tile`), its slice of keys.
+        seen_by: with documents, which queries see the keys of each tile (`Mask.seen_by`).
     """
 
 
@@ -197,8 +209,8 @@ class Step(collections.namedtuple("Step", "number fill slot k_slot h query sums 
 
     Attributes:
         number, fill: index of the step in the work item, and in the thread block.
-        slot, k_slot: slots of the queries, and of the keys.
-        h, query: query head, and first query.
+        slot, k_slot: slots of the tile's queries, and of the keys.
+        h, query: query head, and first query of the block or tile.
         sums: this warpgroup's part of the sums of dQ in global memory.
         starts, ends: whether this block of keys is the sums' first, last; None with split heads.
     """
@@ -246,11 +258,11 @@ class Block:
 
     @property
     def q_ring(self) -> Ring:
-        return Ring(STAGES, self.scratch.q_full, self.scratch.q_empty)
+        return Ring(STAGES[self.sizes.head_dim], self.scratch.q_full, self.scratch.q_empty)
 
     @property
     def k_ring(self) -> Ring:
-        return Ring(KEY_STAGES[self.sizes.head_dim], self.scratch.k_full, self.scratch.k_empty)
+        return Ring(1, self.scratch.k_full, self.scratch.k_empty)
 
     @property
     def ds_ring(self) -> Ring:
@@ -260,6 +272,13 @@ class Block:
     def late(self) -> bool:
         """Whether a step computes dQ of the block of queries before."""
         return self.ds_ring.slots == 2
+
+    @property
+    def columns(self):
+        """This warpgroup's numbers 0, 1, …, one for each column of a tile. For D = 64 they are in
+        the last slot of `rows`: shared memory has no room for another allocation."""
+        scratch, last = self.scratch, STAGES[self.sizes.head_dim]
+        return (scratch.rows.at[last] if scratch.columns is None else scratch.columns).at[self.me]
 
     @property
     def mask(self) -> Mask:
@@ -285,8 +304,9 @@ class Block:
             first, stop = self.sizes.queries_of(j)
         else:
             first_BT, last_BT = self.bounds
+            keys = self.sizes.block_keys
             first, stop = self.sizes.queries_of(
-                j, first_BT[b, j * KEYS], last_BT[b, j * KEYS + KEYS - 1]
+                j, first_BT[b, j * keys], last_BT[b, j * keys + keys - 1]
             )
         return b, head, j, jnp.int32(first), jnp.int32(stop)
 
@@ -311,7 +331,7 @@ class Block:
             b, head, j, first, stop = self.item(x)
             slot = k_ring.slot(x)
             k_ring.wait_empty(x)
-            rows = pl.ds(j * KEYS, KEYS)
+            rows = pl.ds(j * self.sizes.block_keys, self.sizes.block_keys)
             for which, smem in ((1, scratch.k), (2, scratch.v)):
                 plgpu.copy_gmem_to_smem(
                     operand(self.inputs, which, b, rows, head), smem.at[slot], k_ring.full.at[slot]
@@ -319,15 +339,17 @@ class Block:
 
             def load_queries(step, fills):
                 g, i = self.query_block(step, first, stop)
-                slot = q_ring.slot(fills)
-                q_ring.wait_empty(fills)
-                h, full = head * self.sizes.group + g, q_ring.full.at[slot]
-                rows = pl.ds(i * self.sizes.queries, self.sizes.queries)
-                queries = operand(self.inputs, 0, b, rows, h)
-                plgpu.copy_gmem_to_smem(queries, scratch.q.at[slot], full)
-                plgpu.copy_gmem_to_smem(self.rows.at[b, h, :, rows], scratch.rows.at[slot], full)
-                plgpu.copy_gmem_to_smem(self.dout.at[b, rows, h], scratch.dout.at[slot], full)
-                return fills + 1
+                for part in range(self.sizes.tiles):
+                    slot = q_ring.slot(fills)
+                    q_ring.wait_empty(fills)
+                    h, full = head * self.sizes.group + g, q_ring.full.at[slot]
+                    rows = pl.ds(i * self.sizes.queries + part * HALF, HALF)
+                    queries, lse = operand(self.inputs, 0, b, rows, h), self.rows.at[b, h, :, rows]
+                    plgpu.copy_gmem_to_smem(queries, scratch.q.at[slot], full)
+                    plgpu.copy_gmem_to_smem(lse, scratch.rows.at[slot], full)
+                    plgpu.copy_gmem_to_smem(self.dout.at[b, rows, h], scratch.dout.at[slot], full)
+                    fills += 1
+                return fills
 
             return lax.fori_loop(0, (stop - first) * self.sizes.group, load_queries, fills)
 
@@ -341,7 +363,7 @@ class Block:
         """Compute the gradients of all work items."""
         plgpu.set_max_registers(240, action="increase")
         mine = pl.ds(self.me * HALF, HALF)
-        fill_columns(self.scratch.columns.at[self.me])
+        fill_columns(self.columns)
         lax.fori_loop(0, self.items, functools.partial(self.one_item, mine=mine), jnp.int32(0))
         plgpu.wait_smem_to_gmem(0)
 
@@ -350,43 +372,102 @@ class Block:
         b, head, j, first, stop = self.item(x)
         k_slot = self.k_ring.slot(x)
         steps = (stop - first) * self.sizes.group
-        key = j * KEYS + self.me * HALF
-        seen_by = self.mask.seen_by(b, key)
+        tiles = self.sizes.tiles
+        key = j * self.sizes.block_keys + self.me * (tiles * HALF)
+        seen_by = [self.mask.seen_by(b, key + n * HALF) for n in range(tiles)]
         item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine, seen_by)
         self.k_ring.wait_full(k_slot)
 
-        def over_queries(dk_acc, dv_acc):
-            pl.loop(0, steps)(lambda number: self.one_step(item, number, dk_acc, dv_acc))
+        def over_queries(*accs):
+            one_step = self.late_step if self.late else self.step_of_tiles
+            pl.loop(0, steps)(lambda number: one_step(item, number, *accs))
             if self.late:
                 self.last_dq(item)
-            return dk_acc[...], dv_acc[...]
+            return tuple(acc[...] for acc in accs)
 
         shape = plgpu.ACC((HALF, self.sizes.head_dim), jnp.float32)
-        dk, dv = pl.run_scoped(over_queries, shape, shape)
+        results = pl.run_scoped(over_queries, *[shape] * (2 * tiles))
         self.k_ring.release(k_slot)
-        self.store_dk_and_dv(item, dk, dv)
+        self.store_dk_and_dv(item, results)
         return fills + steps
 
-    def one_step(self, item, number, dk_acc, dv_acc) -> None:
-        """Add the contributions of one block of queries to dK and dV, and those of this block, or
-        of the block before if late, to dQ."""
-        step = of_dq = self.step(item, number)
-        counts = True
+    def tile(self, item, n):
+        """Return the item of the n-th of this warpgroup's tiles of keys."""
+        if self.sizes.tiles == 1:
+            return item._replace(seen_by=item.seen_by[0])
+        # See `step`: addresses that do not change in the loop would be kept in registers.
+        mine = pl.ds(lax.optimization_barrier(self.me) * (self.sizes.tiles * HALF) + n * HALF, HALF)
+        return item._replace(key=item.key + n * HALF, mine=mine, seen_by=item.seen_by[n])
+
+    def step_of_tiles(self, item, number, *accs) -> None:
+        """Add the contributions of one block of queries to dK and dV, tile by tile, and to dQ."""
+        step = self.step(item, number)
+        ds_slot = self.ds_slot(step)
+
+        self.fetch_sums(step, True)
+
+        @pl.loop(0, self.sizes.tiles)
+        def _(part):
+            fill = self.sizes.tiles * step.fill + part
+            slot = self.q_ring.slot(fill)
+            self.q_ring.wait_full(slot)
+            k_slot, query = lax.optimization_barrier(step.k_slot), step.query + part * HALF
+            queries = step._replace(slot=slot, k_slot=k_slot, query=query)
+            for n in range(self.sizes.tiles):
+                self.one_tile(self.tile(item, n), queries, n, part, *accs[2 * n : 2 * n + 2])
+            plgpu.commit_smem()  # dS is stored, and L and D are read before TMA overwrites them
+            self.q_ring.release(slot)
+
+        plgpu.barrier_arrive(self.ds_ring.full.at[ds_slot])
+        self.ds_ring.wait_full(ds_slot)
+        dq = self.dq(item, step)
+        self.ds_ring.release(ds_slot)
+        self.add_dq(item, step, dq, True)
+
+    def one_tile(self, item, step, n, part, dk_acc, dv_acc) -> None:
+        """Add the contributions of a tile to dK and dV, and store dS."""
+        shape = plgpu.ACC((HALF, HALF), jnp.float32)
+        ds_smem = self.scratch.ds.at[self.ds_slot(step), part, item.mine]
+
+        def wait_for_ds():
+            """Wait until the results of the last work item, or the matmuls of the step before,
+            release the block of dS."""
+            if n == 0:
+                pl.when((part == 0) & (step.number == 0))(self.wait_for_last_item)
+                pl.when((part == 0) & (step.number > 0))(lambda: self.ds_ring.wait_empty(step.fill))
+
+        query = self.sizes.options.position(step.query)
+        hidden = self.mask.hides_all(item.key, query, HALF, item.seen_by)
+
+        @pl.when(~hidden)
+        def _():
+            run = functools.partial(self.scores_and_dv, item, step, None, True, dv_acc)
+            ds = pl.run_scoped(run, shape, shape)
+            wait_for_ds()
+            plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
+            ds_smem[...] = ds
+            plgpu.wgmma_wait(0)
+
+        @pl.when(hidden)
+        def _():  # dQ is a sum over all keys
+            wait_for_ds()
+            zeros = jnp.zeros((HALF, HALF), self.sizes.dtype)
+            ds_smem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
+
+    def late_step(self, item, number, dk_acc, dv_acc) -> None:
+        """Add the contributions of one block of queries to dK and dV, and those of the block before
+        to dQ."""
+        step = self.step(item, number)
         self.q_ring.wait_full(step.slot)
-        if self.late:
-            of_dq, counts = self.step(item, jnp.maximum(number - 1, 0)), number > 0
-            pl.when(counts)(lambda: self.ds_ring.wait_full(self.ds_ring.slot(step.fill + 1)))
-        shape = plgpu.ACC((HALF, self.sizes.queries), jnp.float32)
-        run = functools.partial(self.scores_and_dv, item, step, of_dq, counts, dv_acc)
+        of_dq, counts = self.step(item, jnp.maximum(number - 1, 0)), number > 0
+        pl.when(counts)(lambda: self.ds_ring.wait_full(self.ds_ring.slot(step.fill + 1)))
+        shape = plgpu.ACC((HALF, HALF), jnp.float32)
+        run = functools.partial(self.scores_and_dv, self.tile(item, 0), step, of_dq, counts, dv_acc)
         ds = pl.run_scoped(run, shape, shape)
-        if not self.late:
-            self.share_ds(item, step, ds)
         dq = pl.run_scoped(
-            lambda dq_acc: self.dq_and_dk(item, step, ds, dq_acc, dk_acc),
+            lambda dq_acc: self.late_dq_and_dk(item, step, ds, dq_acc, dk_acc),
             plgpu.ACC((HALF, HALF), jnp.float32),
         )
-        if not self.late:
-            self.ds_ring.release(self.ds_slot(step))
         self.add_dq(item, of_dq, dq, counts)
         plgpu.wgmma_wait(0)
         self.q_ring.release(step.slot)
@@ -396,14 +477,17 @@ class Block:
         step = self.step(item, item.steps - 1)
         self.ds_ring.wait_full(self.ds_slot(step))
         self.fetch_sums(step, True)
+        self.add_dq(item, step, self.dq(item, step), True)
+
+    def dq(self, item, step):
+        """Return dQ of a block of queries, 64×64."""
 
         def run(dq_acc):
             self.start_dq(item, step, self.ds_slot(step), dq_acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for `add_to_sums`
             return plgpu.wgmma_accumulator_load(dq_acc)
 
-        dq = pl.run_scoped(run, plgpu.ACC((HALF, HALF), jnp.float32))
-        self.add_dq(item, step, dq, True)
+        return pl.run_scoped(run, plgpu.ACC((HALF, HALF), jnp.float32))
 
     def ds_slot(self, step):
         """Return the slot of dS of a step."""
@@ -432,23 +516,21 @@ class Block:
 
     def key_blocks_of(self, b, query):
         """Return the first and the last block of keys that a block of queries sees."""
-        options = self.sizes.options
+        options, keys = self.sizes.options, jnp.int32(self.sizes.block_keys)
         if self.bounds is not None:
-            first = lax.div(self.bounds.first_BT[b, query], jnp.int32(KEYS))
+            first = lax.div(self.bounds.first_BT[b, query], keys)
         elif options.window is not None:
-            first = lax.div(
-                jnp.maximum(options.position(query) - (options.window - 1), 0), jnp.int32(KEYS)
-            )
+            first = lax.div(jnp.maximum(options.position(query) - (options.window - 1), 0), keys)
         else:
             first = 0
         if options.causal and options.start:  # queries that are out of bounds see no further key
             last = options.position(query) + (self.sizes.queries - 1)
-            last = lax.div(jnp.minimum(last, self.sizes.keys - 1), jnp.int32(KEYS))
+            last = lax.div(jnp.minimum(last, self.sizes.keys - 1), keys)
         elif options.causal:
-            last = lax.div(query, jnp.int32(KEYS))
+            last = lax.div(query, keys)
         elif self.bounds is not None:
             end = self.bounds.last_BT[b, query + (self.sizes.queries - 1)]
-            last = lax.div(end, jnp.int32(KEYS))
+            last = lax.div(end, keys)
         else:
             last = self.sizes.key_blocks - 1
         return first, last
@@ -460,11 +542,12 @@ class Block:
     def scores_and_dv(self, item, step, of_dq, counts, dv_acc, s_acc, dp_acc):
         """Compute S, dP, P and dS, and issue the matmul for dV. Return dS."""
         lse = self.start_scores(item, step, s_acc, dp_acc)
-        self.fetch_sums(of_dq, counts)
+        if of_dq is not None:
+            self.fetch_sums(of_dq, counts)
         p, slope = self.softmax(item, step, plgpu.wgmma_accumulator_load(s_acc, wait_n=1), lse)
         plgpu.wgmma(dv_acc, p, self.scratch.dout.at[step.slot])
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        return (slope.astype(jnp.float32) * dp).astype(self.sizes.dtype)
+        return (slope * dp).astype(self.sizes.dtype)
 
     def fetch_sums(self, step, counts) -> None:
         """Start to load the sums to which `finish_dq` adds the last part of dQ."""
@@ -481,14 +564,13 @@ class Block:
             )
 
     def start_scores(self, item, step, s_acc, dp_acc):
-        """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D. Return log₂e·L, or None if it does
-        not fit into the registers."""
+        """Issue the matmuls Sᵀ = K Qᵀ and (dP − D)ᵀ = V dOᵀ − D. Return log₂e·L."""
         scratch = self.scratch
         # The accumulator of dP − D begins with −D. Set it before S is issued: set afterwards, the
         # compiler waits for S.
         dp_acc[...] = self.along_columns(step, 1)
         # During the matmuls, which read shared memory, this load takes 500 cycles (H100).
-        lse = None if self.sizes.head_dim == HALF else self.along_columns(step, 0)
+        lse = self.along_columns(step, 0)
         keys, values = scratch.k.at[step.k_slot, item.mine], scratch.v.at[step.k_slot, item.mine]
         plgpu.wgmma(s_acc, keys, scratch.q.at[step.slot].transpose((1, 0)))
         plgpu.wgmma(dp_acc, values, scratch.dout.at[step.slot].transpose((1, 0)))
@@ -498,11 +580,8 @@ class Block:
         """Return P rounded, and the factor P, or P ∘ (1 − X²), of dS.
 
         Since dV needs P, the compiler keeps the exponentials before the wait for dP. The
-        optimization barrier prevents rounding of the numbers one by one. For D = 64 the factor is
-        rounded too, which saves registers.
+        optimization barrier prevents rounding of the numbers one by one.
         """
-        if lse is None:
-            lse = self.along_columns(step, 0)
         softcap, scale, hidden = self.sizes.options.softcap, self.sizes.options.scale, -jnp.inf
         if softcap is None:
             logits = s * jnp.float32(scale * LOG2_E) - lse
@@ -510,10 +589,8 @@ class Block:
             logits, hidden = jnp.tanh(s * jnp.float32(scale / softcap)), -1e18
         query = self.sizes.options.position(step.query)
         logits = lax.cond(
-            self.mask.on_an_edge(item.key, query, self.sizes.queries, item.seen_by),
-            lambda a: self.mask.hide_transposed(
-                a, item.b, item.key, query, self.scratch.columns.at[self.me], hidden
-            ),
+            self.mask.on_an_edge(item.key, query, HALF, item.seen_by),
+            lambda a: self.mask.hide_transposed(a, item.b, item.key, query, self.columns, hidden),
             lambda a: a,
             logits,
         )
@@ -522,25 +599,12 @@ class Block:
         else:
             p = jnp.exp2(logits * jnp.float32(softcap * LOG2_E) - lse)
             slope = p * (1 - logits * logits)
-        rounded = p.astype(self.sizes.dtype)
-        if self.sizes.head_dim == HALF:
-            slope = rounded if softcap is None else slope.astype(self.sizes.dtype)
-        return lax.optimization_barrier((rounded, slope))
+        return lax.optimization_barrier((p.astype(self.sizes.dtype), slope))
 
     def along_columns(self, step, which):
         """Return log₂e·L (which = 0) or −D (which = 1) of the queries, broadcast over the keys."""
         row = plgpu.load(self.scratch.rows.at[step.slot, which], layout=COLUMNS, optimized=False)
-        return lax.broadcast_in_dim(row, (HALF, self.sizes.queries), [1])
-
-    def share_ds(self, item, step, ds) -> None:
-        """Store this warpgroup's rows of dS, and wait for the rows of the other warpgroup."""
-        # Wait until the results of the last work item, and the matmuls of the step before, release
-        # the tile of dS.
-        pl.when(step.number == 0)(self.wait_for_last_item)
-        pl.when(step.number > 0)(lambda: self.ds_ring.wait_empty(step.fill))
-        self.store_ds(item, step, ds)
-        plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
-        self.ds_ring.wait_full(self.ds_slot(step))
+        return lax.broadcast_in_dim(row, (HALF, HALF), [1])
 
     def wait_for_last_item(self) -> None:
         """Wait until the results of the last work item have left shared memory. A work item adds to
@@ -548,35 +612,26 @@ class Block:
         """
         plgpu.wait_smem_to_gmem(0, wait_read_only=not self.sizes.whole_heads)
 
-    def store_ds(self, item, step, ds) -> None:
-        """Store this warpgroup's rows of dS."""
-        for part in range(self.sizes.queries // HALF):
-            columns = slice(part * HALF, (part + 1) * HALF)
-            self.scratch.ds[self.ds_slot(step), part, item.mine] = ds[:, columns]
-        plgpu.commit_smem()
-
-    def dq_and_dk(self, item, step, ds, dq_acc, dk_acc):
-        """Issue the matmuls dQ = dS K and dK += dSᵀ Q; if late, store dS during these. Return dQ,
-        64×64."""
-        dq_slot = self.ds_ring.slot(step.fill + 1) if self.late else self.ds_slot(step)
-        self.start_dq(item, step, dq_slot, dq_acc)
+    def late_dq_and_dk(self, item, step, ds, dq_acc, dk_acc):
+        """Issue the matmuls dQ = dS K and dK += dSᵀ Q, and store dS during these. Return dQ."""
+        self.start_dq(item, step, self.ds_ring.slot(step.fill + 1), dq_acc)
         plgpu.wgmma(dk_acc, ds, self.scratch.q.at[step.slot])
         # Until `scratch.sums` is free for `add_to_sums`, before the wait for dQ.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        if self.late:
-            if self.sizes.whole_heads:
-                pl.when(step.number == 0)(self.wait_for_last_item)
-            self.store_ds(item, step, ds)
+        if self.sizes.whole_heads:
+            pl.when(step.number == 0)(self.wait_for_last_item)
+        self.scratch.ds[self.ds_slot(step), 0, item.mine] = ds
+        plgpu.commit_smem()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-        if self.late:
-            plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
+        plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
         return dq
 
     def start_dq(self, item, step, ds_slot, dq_acc) -> None:
         """Issue the matmul dQ = dS K."""
         ds_smem, k_smem = self.scratch.ds, self.scratch.k
         if self.sizes.head_dim == HALF:
-            left, right = ds_smem.at[ds_slot, self.me], k_smem.at[step.k_slot]
+            me = lax.optimization_barrier(self.me)
+            left, right = ds_smem.at[ds_slot, me], k_smem.at[step.k_slot]
         else:
             left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]
         plgpu.wgmma(dq_acc, left.transpose((1, 0)), right)
@@ -617,30 +672,33 @@ class Block:
         place = Place(0, item.b, tokens, step.h, columns)
         self.store(total * jnp.float32(self.sizes.options.scale), scratch.out.at[me, 0], place)
 
-    def store_dk_and_dv(self, item, dk, dv) -> None:
-        """Store the gradients of 64 keys and values.
+    def store_dk_and_dv(self, item, results) -> None:
+        """Store the gradients of this warpgroup's keys and values: dK, dV of each tile of keys.
 
-        The staging memory is this warpgroup's rows of the next tile of dS, as soon as no matmul
-        reads the tile, and the slots of `scratch.out`; for FP8, the slots only. The wait before a
+        The staging memory is this warpgroup's rows of the next block of dS, as soon as no matmul
+        reads the block, and the slots of `scratch.out`; for FP8, the slots only. The wait before a
         slot is reused leaves only newer copies in progress.
         """
         ds_ring, fill = self.ds_ring, item.fills + item.steps
-        ds_slot = ds_ring.slot(fill)
         if self.scratch.ds_empty is not None:
             ds_ring.wait_empty(fill)
-        part = 0
-        for which, result in ((1, dk * jnp.float32(self.sizes.options.scale)), (2, dv)):
-            for column in range(0, self.sizes.head_dim, HALF):
-                columns = slice(column, column + HALF)
-                place = Place(which, item.b, pl.ds(item.key, HALF), item.head, columns)
-                if part * HALF < self.sizes.queries and self.fp8 is None:
-                    smem = self.scratch.ds.at[ds_slot, part, item.mine]
-                else:
-                    slots = SLOTS[self.sizes.head_dim]
-                    plgpu.wait_smem_to_gmem(min(part, slots - 1), wait_read_only=True)
-                    smem = self.scratch.out.at[self.me, part % slots]
-                self.store(result[:, columns], smem, place)
-                part += 1
+        tiles, slots, free = range(self.sizes.tiles), SLOTS[self.sizes.head_dim], []
+        if self.fp8 is None:
+            ds_smem = self.scratch.ds.at[ds_ring.slot(fill)]
+            free = [ds_smem.at[part, self.tile(item, n).mine] for n in tiles for part in tiles]
+        parts = itertools.product(tiles, (1, 2), range(0, self.sizes.head_dim, HALF))
+        for part, (n, which, column) in enumerate(parts):
+            tokens, columns = pl.ds(item.key + n * HALF, HALF), slice(column, column + HALF)
+            result = results[2 * n + which - 1]
+            if which == 1:
+                result *= jnp.float32(self.sizes.options.scale)
+            if part < len(free):
+                smem = free[part]
+            else:
+                plgpu.wait_smem_to_gmem(min(part, slots - 1), wait_read_only=True)
+                smem = self.scratch.out.at[self.me, part % slots]
+            place = Place(which, item.b, tokens, item.head, columns)
+            self.store(result[:, columns], smem, place)
 
     def store(self, result, smem, place: Place) -> None:
         """Start the copy of 64×64 results to global memory, through shared memory that is free."""

@@ -83,7 +83,7 @@ class Mask:
         """Return whether a tile needs a mask: some query does not see some of the `HALF` keys.
 
         Args:
-            seen_by: the first and the last query whose document bounds include all of the keys.
+            seen_by: with documents, the result of `seen_by`.
         """
         if self.bounds is not None:
             edge = query + (queries - 1) > seen_by[1]
@@ -95,11 +95,25 @@ class Mask:
             edge |= query + queries - 1 >= key + self.options.window
         return edge
 
+    def hides_all(self, key, query, queries, seen_by):
+        """Return whether no query of a tile sees any of the `HALF` keys."""
+        if not self.options.causal and self.bounds is None:
+            return key >= self.keys
+        hidden = query + (queries - 1) < (key if self.options.causal else seen_by[2])
+        if self.bounds is not None:
+            hidden |= query > seen_by[3]
+        elif self.options.window is not None:
+            hidden |= query >= key + (HALF - 1) + self.options.window
+        return hidden
+
     def seen_by(self, b, key):
-        """Return the first and the last query whose document bounds include all `HALF` keys."""
+        """Return the first and the last query whose document bounds include all `HALF` keys, and
+        the first and the last query whose bounds include any of the keys."""
         if self.bounds is None:
             return None
-        return self.bounds.first_BT[b, key + (HALF - 1)], self.bounds.last_BT[b, key]
+        first_BT, last_BT = self.bounds
+        end = key + (HALF - 1)
+        return first_BT[b, end], last_BT[b, key], first_BT[b, key], last_BT[b, end]
 
     def _of_rows(self, which, b, start, rows):
         """Return the first (0) or last (1) bound of each row from `start` on."""
@@ -109,14 +123,15 @@ class Mask:
 
 def fill_columns(columns) -> None:
     """Store 0, 1, … in shared memory."""
-    columns[...] = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=COLUMNS)
+    numbers = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=COLUMNS)
+    columns[...] = numbers.astype(columns.dtype)
     plgpu.commit_smem()
 
 
 def _columns(columns, shape):
     """Load the index of each column from shared memory. The compiler would keep the results of an
     iota in registers, and spill registers."""
-    columns = plgpu.load(columns, layout=COLUMNS, optimized=False)
+    columns = plgpu.load(columns, layout=COLUMNS, optimized=False).astype(jnp.int32)
     return lax.broadcast_in_dim(columns, shape, [1])
 
 
