@@ -395,15 +395,14 @@ class Block:
         """Return the item of the n-th of this warpgroup's tiles of keys."""
         if self.sizes.tiles == 1:
             return item._replace(seen_by=item.seen_by[0])
-        # See `step`: addresses that do not change in the loop would be kept in registers.
+        # The barrier: see `step`.
         mine = pl.ds(lax.optimization_barrier(self.me) * (self.sizes.tiles * HALF) + n * HALF, HALF)
         return item._replace(key=item.key + n * HALF, mine=mine, seen_by=item.seen_by[n])
 
     def step_of_tiles(self, item, number, *accs) -> None:
         """Add the contributions of one block of queries to dK and dV, tile by tile, and to dQ."""
         step = self.step(item, number)
-        ds_slot = self.ds_slot(step)
-
+        ds_slot = self.ds_ring.slot(step.fill)
         self.fetch_sums(step, True)
 
         @pl.loop(0, self.sizes.tiles)
@@ -411,8 +410,7 @@ class Block:
             fill = self.sizes.tiles * step.fill + part
             slot = self.q_ring.slot(fill)
             self.q_ring.wait_full(slot)
-            k_slot, query = lax.optimization_barrier(step.k_slot), step.query + part * HALF
-            queries = step._replace(slot=slot, k_slot=k_slot, query=query)
+            queries = step._replace(slot=slot, query=step.query + part * HALF)
             for n in range(self.sizes.tiles):
                 self.one_tile(self.tile(item, n), queries, n, part, *accs[2 * n : 2 * n + 2])
             plgpu.commit_smem()  # dS is stored, and L and D are read before TMA overwrites them
@@ -427,7 +425,7 @@ class Block:
     def one_tile(self, item, step, n, part, dk_acc, dv_acc) -> None:
         """Add the contributions of a tile to dK and dV, and store dS."""
         shape = plgpu.ACC((HALF, HALF), jnp.float32)
-        ds_smem = self.scratch.ds.at[self.ds_slot(step), part, item.mine]
+        ds_smem = self.scratch.ds.at[self.ds_ring.slot(step.fill), part, item.mine]
 
         def wait_for_ds():
             """Wait until the results of the last work item, or the matmuls of the step before,
@@ -475,7 +473,7 @@ class Block:
     def last_dq(self, item) -> None:
         """Add the contribution of the last block of queries to dQ."""
         step = self.step(item, item.steps - 1)
-        self.ds_ring.wait_full(self.ds_slot(step))
+        self.ds_ring.wait_full(self.ds_ring.slot(step.fill))
         self.fetch_sums(step, True)
         self.add_dq(item, step, self.dq(item, step), True)
 
@@ -483,18 +481,11 @@ class Block:
         """Return dQ of a block of queries, 64×64."""
 
         def run(dq_acc):
-            self.start_dq(item, step, self.ds_slot(step), dq_acc)
+            self.start_dq(item, step, self.ds_ring.slot(step.fill), dq_acc)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # for `add_to_sums`
             return plgpu.wgmma_accumulator_load(dq_acc)
 
         return pl.run_scoped(run, plgpu.ACC((HALF, HALF), jnp.float32))
-
-    def ds_slot(self, step):
-        """Return the slot of dS of a step."""
-        if self.late:
-            return self.ds_ring.slot(step.fill)
-        # 0. If ptxas knows that, it keeps each address in a register, and spills registers.
-        return lax.shift_right_logical(step.fill, jnp.int32(30))
 
     def step(self, item, number) -> Step:
         g, i = self.query_block(number, item.first, item.stop)
@@ -620,17 +611,17 @@ class Block:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         if self.sizes.whole_heads:
             pl.when(step.number == 0)(self.wait_for_last_item)
-        self.scratch.ds[self.ds_slot(step), 0, item.mine] = ds
+        self.scratch.ds[self.ds_ring.slot(step.fill), 0, item.mine] = ds
         plgpu.commit_smem()
         dq = plgpu.wgmma_accumulator_load(dq_acc, wait_n=1)
-        plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_slot(step)])
+        plgpu.barrier_arrive(self.ds_ring.full.at[self.ds_ring.slot(step.fill)])
         return dq
 
     def start_dq(self, item, step, ds_slot, dq_acc) -> None:
         """Issue the matmul dQ = dS K."""
         ds_smem, k_smem = self.scratch.ds, self.scratch.k
         if self.sizes.head_dim == HALF:
-            me = lax.optimization_barrier(self.me)
+            me = lax.optimization_barrier(self.me)  # See `step`.
             left, right = ds_smem.at[ds_slot, me], k_smem.at[step.k_slot]
         else:
             left, right = ds_smem.at[ds_slot, 0], k_smem.at[step.k_slot, :, item.mine]

@@ -122,17 +122,17 @@ class Mask:
 
 
 def fill_columns(columns) -> None:
-    """Store 0, 1, … in shared memory."""
+    """Store 0, 1, … in shared memory, as the bits of int32."""
     numbers = plgpu.broadcasted_iota(jnp.int32, columns.shape, 0, layout=COLUMNS)
-    columns[...] = numbers.astype(columns.dtype)
+    columns[...] = lax.bitcast_convert_type(numbers, columns.dtype)
     plgpu.commit_smem()
 
 
 def _columns(columns, shape):
     """Load the index of each column from shared memory. The compiler would keep the results of an
     iota in registers, and spill registers."""
-    columns = plgpu.load(columns, layout=COLUMNS, optimized=False).astype(jnp.int32)
-    return lax.broadcast_in_dim(columns, shape, [1])
+    columns = plgpu.load(columns, layout=COLUMNS, optimized=False)
+    return lax.broadcast_in_dim(lax.bitcast_convert_type(columns, jnp.int32), shape, [1])
 
 
 def _iota(shape, axis):
