@@ -187,15 +187,12 @@ def scratch_types(sizes: Sizes, fp8: bool) -> Scratch:
     )
 
 
-class Item(
-    collections.namedtuple("Item", "b head j first stop k_slot steps key fills mine seen_by")
-):
+class Item(collections.namedtuple("Item", "b head j first stop steps key fills mine seen_by")):
     """A work item of one multiplying warpgroup.
 
     Attributes:
         head, j: key head and block of keys.
         first, stop: the blocks of queries that see the keys.
-        k_slot: slot of the keys and values.
         steps: number of blocks of queries over all heads of the group.
         key: the warpgroup's first key.
         fills: number of steps before this item.
@@ -209,7 +206,7 @@ class Step(collections.namedtuple("Step", "number fill slot k_slot h query sums 
 
     Attributes:
         number, fill: index of the step in the work item, and in the thread block.
-        slot, k_slot: slots of the tile's queries, and of the keys.
+        slot, k_slot: slots of the tile's queries, and of the keys: 0, unknown to the compiler.
         h, query: query head, and first query of the block or tile.
         sums: this warpgroup's part of the sums of dQ in global memory.
         starts, ends: whether this block of keys is the sums' first, last; None with split heads.
@@ -329,12 +326,11 @@ class Block:
 
         def one_item(x, fills):
             b, head, j, first, stop = self.item(x)
-            slot = k_ring.slot(x)
             k_ring.wait_empty(x)
             rows = pl.ds(j * self.sizes.block_keys, self.sizes.block_keys)
             for which, smem in ((1, scratch.k), (2, scratch.v)):
                 plgpu.copy_gmem_to_smem(
-                    operand(self.inputs, which, b, rows, head), smem.at[slot], k_ring.full.at[slot]
+                    operand(self.inputs, which, b, rows, head), smem.at[0], k_ring.full.at[0]
                 )
 
             def load_queries(step, fills):
@@ -370,13 +366,12 @@ class Block:
     def one_item(self, x, fills, mine):
         """Compute the gradients of work item x. Return the fills of the query slots so far."""
         b, head, j, first, stop = self.item(x)
-        k_slot = self.k_ring.slot(x)
         steps = (stop - first) * self.sizes.group
         tiles = self.sizes.tiles
         key = j * self.sizes.block_keys + self.me * (tiles * HALF)
         seen_by = [self.mask.seen_by(b, key + n * HALF) for n in range(tiles)]
-        item = Item(b, head, j, first, stop, k_slot, steps, key, fills, mine, seen_by)
-        self.k_ring.wait_full(k_slot)
+        item = Item(b, head, j, first, stop, steps, key, fills, mine, seen_by)
+        self.k_ring.wait_full(0)
 
         def over_queries(*accs):
             one_step = self.late_step if self.late else self.step_of_tiles
@@ -387,7 +382,7 @@ class Block:
 
         shape = plgpu.ACC((HALF, self.sizes.head_dim), jnp.float32)
         results = pl.run_scoped(over_queries, *[shape] * (2 * tiles))
-        self.k_ring.release(k_slot)
+        self.k_ring.release(0)
         self.store_dk_and_dv(item, results)
         return fills + steps
 
@@ -435,7 +430,7 @@ class Block:
                 pl.when((part == 0) & (step.number > 0))(lambda: self.ds_ring.wait_empty(step.fill))
 
         query = self.sizes.options.position(step.query)
-        hidden = self.mask.hides_all(item.key, query, HALF, item.seen_by)
+        hidden = self.mask.hides_all(item.key, query, item.seen_by)
 
         @pl.when(~hidden)
         def _():
@@ -493,7 +488,7 @@ class Block:
         slot = self.q_ring.slot(fill)
         # Without the barrier, the compiler keeps every loop-invariant address in a register, and
         # spills registers.
-        k_slot = lax.optimization_barrier(item.k_slot)
+        k_slot = lax.optimization_barrier(jnp.int32(0))
         h, query = item.head * self.sizes.group + g, i * self.sizes.queries
         starts = ends = None
         rows = pl.ds(query, self.sizes.queries)
@@ -580,7 +575,7 @@ class Block:
             logits, hidden = jnp.tanh(s * jnp.float32(scale / softcap)), -1e18
         query = self.sizes.options.position(step.query)
         logits = lax.cond(
-            self.mask.on_an_edge(item.key, query, HALF, item.seen_by),
+            self.mask.on_an_edge(item.key, query, item.seen_by),
             lambda a: self.mask.hide_transposed(a, item.b, item.key, query, self.columns, hidden),
             lambda a: a,
             logits,

@@ -1,7 +1,7 @@
 """Masks of the Mosaic kernels of flash attention: the hidden scores of a tile.
 
-Shapes: M queries and N keys of a tile of the forward pass. A tile of the backward pass has keys as
-rows and queries as columns: `HALF` keys × queries.
+Shapes: M queries and N keys of a tile of the forward pass. A tile of the backward pass has `HALF`
+keys as rows and `HALF` queries as columns.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from jax import lax
 from pallas_kernels._mosaic import pl, plgpu
 
 HALF = 64
-"""Keys of one multiplying warpgroup of the backward pass."""
+"""Keys, and queries, of a tile of the backward pass."""
 ROWS, COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)
 """Layouts of vectors with one number per row of a tile, and with one number per column."""
 
@@ -79,27 +79,27 @@ class Mask:
             seen &= columns < keys - query + self.options.window
         return jnp.where(seen, x, hidden)
 
-    def on_an_edge(self, key, query, queries, seen_by):
+    def on_an_edge(self, key, query, seen_by):
         """Return whether a tile needs a mask: some query does not see some of the `HALF` keys.
 
         Args:
             seen_by: with documents, the result of `seen_by`.
         """
         if self.bounds is not None:
-            edge = query + (queries - 1) > seen_by[1]
+            edge = query + (HALF - 1) > seen_by[1]
             return edge | (query < (key + HALF - 1 if self.options.causal else seen_by[0]))
         if not self.options.causal:
             return key + HALF > self.keys
         edge = query < key + HALF - 1
         if self.options.window is not None:
-            edge |= query + queries - 1 >= key + self.options.window
+            edge |= query + HALF - 1 >= key + self.options.window
         return edge
 
-    def hides_all(self, key, query, queries, seen_by):
+    def hides_all(self, key, query, seen_by):
         """Return whether no query of a tile sees any of the `HALF` keys."""
         if not self.options.causal and self.bounds is None:
             return key >= self.keys
-        hidden = query + (queries - 1) < (key if self.options.causal else seen_by[2])
+        hidden = query + (HALF - 1) < (key if self.options.causal else seen_by[2])
         if self.bounds is not None:
             hidden |= query > seen_by[3]
         elif self.options.window is not None:
