@@ -150,11 +150,6 @@ class GPT2(nn.Module):
         return self.head_loss(x_BTC, *norm, self.wte, targets_BT, self.fp8_head)
 
 
-def build_model(config: GPT2Config, how: How) -> GPT2:
-    """Return the model on PyTorch's default device."""
-    return GPT2(config, how)
-
-
 def free_torch() -> None:
     """Free the device memory that PyTorch holds and does not use."""
     gc.collect()

@@ -128,8 +128,3 @@ class Llama3(nn.Module):
         head_VC = self.wte if self.lm_head is None else self.lm_head
         norm = self.norm.weight, self.config.norm_eps
         return self.head_loss(x_BTC, *norm, head_VC, targets_BT, self.fp8_head)
-
-
-def build_model(config: Llama3Config, how: How) -> Llama3:
-    """Return the model on PyTorch's default device."""
-    return Llama3(config, how)

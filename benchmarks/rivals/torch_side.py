@@ -11,30 +11,20 @@ import jax
 from gptjax.bench import BenchError
 from gptjax.config import Config
 from gptjax.models.base import ModelConfig
+from gptjax.weights.architectures import config_json
 
-# By the name of the architecture's config class: the module whose `build_model` returns PyTorch's
-# model.
-MODELS = {
-    "GPT2Config": "torch_gpt2",
-    "Llama3Config": "torch_llama",
-}
-# The module whose `config_json` returns transformers' config.
-HF_CONFIGS = {"GPT2Config": "gptjax.weights.hf", "Llama3Config": "gptjax.weights.hf"}
-
-
-def has_torch(device: jax.Device) -> bool:
-    """Return whether PyTorch is installed and can use the same kind of device."""
-    if not importlib.util.find_spec("torch"):
-        return False
-    import torch
-
-    return device.platform != "gpu" or torch.cuda.is_available()
+# By the name of the architecture's config class: module and class of PyTorch's model.
+MODELS = {"GPT2Config": ("torch_gpt2", "GPT2"), "Llama3Config": ("torch_llama", "Llama3")}
 
 
 def require_torch(device: jax.Device) -> None:
-    """Raise BenchError if `has_torch` is false."""
-    if not has_torch(device):
-        raise BenchError("PyTorch with CUDA is not installed: pip install torch")
+    """Raise BenchError if PyTorch is not installed or cannot use the same kind of device."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        if device.platform != "gpu" or torch.cuda.is_available():
+            return
+    raise BenchError("PyTorch with CUDA is not installed: pip install torch")
 
 
 def why_no_rival(config: Config) -> str | None:
@@ -58,7 +48,8 @@ def torch_model(config: ModelConfig, how):
     It maps (tokens_BT, targets_BT) to the loss. It has `blocks`; `head_loss`, the function of the
     last norm, the head and the loss; and `initialize`, which fills a parameter by its name.
     """
-    return importlib.import_module(MODELS[type(config).__name__]).build_model(config, how)
+    module, name = MODELS[type(config).__name__]
+    return getattr(importlib.import_module(module), name)(config, how)
 
 
 def how_of(config: Config, device: jax.Device):
@@ -110,10 +101,8 @@ def torch_generation(config: ModelConfig, device: jax.Device, **sizes: int):
     """Return the `TorchGeneration` of a model's config, on the same kind of device."""
     from torch_generate import TorchGeneration
 
-    module = importlib.import_module(HF_CONFIGS[type(config).__name__])
-    return TorchGeneration(
-        module.config_json(config), config.precision.plain, device=_kind(device), **sizes
-    )
+    how = {"device": _kind(device), **sizes}
+    return TorchGeneration(config_json(config), config.precision.plain, **how)
 
 
 def strategy_fields(config: Config) -> dict[str, Any]:
