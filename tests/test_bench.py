@@ -8,6 +8,7 @@ from pathlib import Path
 import draw
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from gptjax.bench import harness, kernels
@@ -103,6 +104,24 @@ def test_implementations_alternate():
     assert all(row["ms"] > 0 for row in rows)
     changes = sum(left != right for left, right in itertools.pairwise(ran))
     assert changes == 2 * (harness.ROUNDS + 2) - 1  # compilation, estimate, rounds
+
+
+def test_the_passes_of_a_case_are_equal_in_jax_and_pytorch():
+    torch = pytest.importorskip("torch", reason="compares with PyTorch")
+    arrays = harness.normal(jax.random.key(0), (3, 4), (3, 5), (5, 4), dtype=jnp.float32)
+    f = lambda x, w: (x @ w) ** 2
+    expected = (
+        f(*arrays[1:]),
+        *jax.grad(lambda x, w: (arrays[0] * f(x, w)).sum(), (0, 1))(*arrays[1:]),
+    )
+    (eager, _) = harness.eager_and_compiled(
+        lambda torch: harness.passes_in_torch(torch, f)
+    ).values()
+    theirs = eager(torch)(*map(torch.from_dlpack, arrays))
+    for ours, each, y in zip(harness.passes(f)(*arrays), theirs, expected, strict=True):
+        np.testing.assert_allclose(ours, y, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(each, y, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(harness.passes(f, both=False)(*arrays), f(*arrays[1:]))
 
 
 def test_every_benchmark_can_be_read_and_has_what_its_table_needs():
