@@ -25,44 +25,39 @@ TF32 = (32, 1024, 12, 64)
 VERY_LONG = (1, 65536, 12, 64)
 # The last stage of the modded-nanogpt speedrun.
 PACKED = (1, 49152, 6, 128)
-BACK_ENDS = ("mosaic", "triton", "cudnn", "xla")
+ALL = ("mosaic", "triton", "cudnn", "xla")
 # The materialized scores S would not fit into memory.
 LINEAR = ("mosaic", "triton", "cudnn")
+KERNELS, PLAIN = ("mosaic", "triton"), ("triton", "xla")
+FORWARD, BACKWARD, BOTH = "forward", "backward", "forward and backward"
+FACTORS = {FORWARD: 1, BACKWARD: 2.5, BOTH: 3.5}
+# Passes, shape, back ends, target, options
+CASES = (
+    (FORWARD, GPT2, ALL, "≥ 300 TFLOP/s, ≥ 1.0× cuDNN", {}),
+    (BACKWARD, GPT2, ALL, "≥ 225 TFLOP/s, ≥ 1.0× cuDNN", {}),
+    (BOTH, GPT2, ALL, "≥ 1.15× cuDNN", {}),
+    (BACKWARD, GPT2, ("mosaic", "triton", "xla"), "", {"deterministic": True}),
+    (FORWARD, LONG, LINEAR, "≥ 0.85× cuDNN", {}),
+    (BACKWARD, LONG, LINEAR, "≥ 0.95× cuDNN", {}),
+    (FORWARD, LONG_128, LINEAR, "≥ 0.85× cuDNN", {}),
+    (BACKWARD, LONG_128, LINEAR, "≥ 0.95× cuDNN", {}),
+    (BOTH, TF32, PLAIN, "≥ 4× XLA", {}),
+    (BOTH, TF32, PLAIN, "", {"precision": "highest"}),
+    (BOTH, LONG, LINEAR, "", {"window": None}),
+    (BOTH, LONG, LINEAR, "≤ 0.25× of full causal", {"window": 256}),
+    (FORWARD, GPT2, KERNELS, "", {"documents": 1024}),
+    (BACKWARD, GPT2, KERNELS, "", {"documents": 1024}),
+    (FORWARD, PACKED, KERNELS, "", {"documents": 2048, "window": 1408}),
+    (BACKWARD, PACKED, KERNELS, "", {"documents": 2048, "window": 1408}),
+    (FORWARD, PACKED, ("mosaic",), "", {"window": 1408}),
+    (BACKWARD, PACKED, ("mosaic",), "", {"window": 1408}),
+    (FORWARD, VERY_LONG, LINEAR, "", {}),
+    (BOTH, VERY_LONG, LINEAR, "", {}),
+)
 
 
 def cases() -> list[Case]:
-    found = [
-        _forward(GPT2, bar="≥ 300 TFLOP/s, ≥ 1.0× cuDNN"),
-        _backward(GPT2, bar="≥ 225 TFLOP/s, ≥ 1.0× cuDNN"),
-        _both(GPT2, bar="≥ 1.15× cuDNN"),
-        _backward(GPT2, back_ends=("mosaic", "triton", "xla"), deterministic=True),
-    ]
-    for shape in (LONG, LONG_128):
-        found += [
-            _forward(shape, back_ends=LINEAR, bar="≥ 0.85× cuDNN"),
-            _backward(shape, back_ends=LINEAR, bar="≥ 0.95× cuDNN"),
-        ]
-    found += [
-        _both(TF32, back_ends=("triton", "xla"), dtype=jnp.float32, bar="≥ 4× XLA"),
-        _both(TF32, back_ends=("triton", "xla"), dtype=jnp.float32, precision="highest"),
-    ]
-    for window in (None, 256):
-        found.append(
-            _both(
-                LONG,
-                back_ends=LINEAR,
-                window=window,
-                bar="≤ 0.25× of full causal" if window else "",
-            )
-        )
-    kernels = ("mosaic", "triton")
-    for shape, how in ((GPT2, {"documents": 1024}), (PACKED, {"documents": 2048, "window": 1408})):
-        found += [f(shape, back_ends=kernels, **how) for f in (_forward, _backward)]
-    found += [
-        _forward(PACKED, ("mosaic",), window=1408),
-        _backward(PACKED, ("mosaic",), window=1408),
-    ]
-    return [*found, _forward(VERY_LONG, back_ends=LINEAR), _both(VERY_LONG, back_ends=LINEAR)]
+    return [_case(*case) for case in CASES]
 
 
 def _name(what, shape, dtype, how):
@@ -106,51 +101,32 @@ def _attention(name, documents=None, **how):
     return attend
 
 
-def _case(what, shape, run, dtype, how, factor, *, torch=None, prepare=None, bar):
+def _case(what, shape, back_ends, bar, how):
+    attend = {name: _attention(name, **how) for name in back_ends}
+    dtype, prepare, torch = jnp.float32 if shape == TF32 else jnp.bfloat16, {}, {}
+    run = {name: passes(f, what == BOTH) for name, f in attend.items()}
+    if what == BACKWARD:
+        # Each implementation saves different arrays for the backward pass. The forward pass runs
+        # before the timed part.
+        run = dict.fromkeys(back_ends, lambda dy, pull: pull(dy))
+        prepare = {name: functools.partial(_saved, f) for name, f in attend.items()}
+    elif not {"window", "documents"} & how.keys():
+        torch = {name: functools.partial(_in_torch, name, what == BOTH) for name in _TORCH[dtype]}
     return Case(
         kernel="flash_attention",
         name=_name(what, shape, dtype, how),
         make=lambda key: normal(key, shape, (*shape[:2], 3, *shape[2:]), dtype=dtype),  # dy, qkv
         run=run,
-        prepare=prepare or {},
-        torch=torch or {},
-        flops=factor * _flops(shape, how.get("window"), how.get("documents")),
+        prepare=prepare,
+        torch=torch,
+        flops=FACTORS[what] * _flops(shape, how.get("window"), how.get("documents")),
         bound="bf16",
         bar=bar,
     )
 
 
-def _forward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", both=False, **how):
-    run = {name: passes(_attention(name, **how), both) for name in back_ends}
-    torch = (
-        {name: functools.partial(_in_torch, name, both) for name in _TORCH[dtype]}
-        if not {"window", "documents"} & how.keys()
-        else {}
-    )
-    what, factor = ("forward and backward", 3.5) if both else ("forward", 1)
-    return _case(what, shape, run, dtype, how, factor, torch=torch, bar=bar)
-
-
-_both = functools.partial(_forward, both=True)
-
-
-def _backward(shape, back_ends=BACK_ENDS, dtype=jnp.bfloat16, bar="", **how):
-    def prepare(name):
-        # Each implementation saves different arrays for the backward pass. The forward pass runs
-        # before the timed part.
-        return lambda dy, qkv: (dy, jax.vjp(_attention(name, **how), qkv)[1])
-
-    run = {name: lambda dy, pull: pull(dy) for name in back_ends}
-    return _case(
-        "backward",
-        shape,
-        run,
-        dtype,
-        how,
-        2.5,
-        prepare={name: prepare(name) for name in back_ends},
-        bar=bar,
-    )
+def _saved(attend, dy, qkv):
+    return dy, jax.vjp(attend, qkv)[1]
 
 
 _TORCH = {jnp.bfloat16: ("torch cudnn", "torch flash"), jnp.float32: ("torch",)}
