@@ -9,7 +9,6 @@ keeps the transposed copies for them.
 
 import collections
 import dataclasses
-import heapq
 import math
 from collections.abc import Callable
 from typing import Any
@@ -256,39 +255,32 @@ def _orders(launches: list[_Launch], outputs: list[_Array], kept: set[_Array]):
 
 def _greedy(launches, before, kept):
     """Return the launches, of those possible always the one that frees the most bytes."""
-    readers, after = collections.defaultdict(set), collections.defaultdict(list)
+    readers = collections.Counter(x for launch in launches for x in launch.read)
+    missing, after = (
+        {launch: len(before[launch]) for launch in launches},
+        collections.defaultdict(list),
+    )
     for launch in launches:
-        for x in launch.read:
-            readers[x].add(launch)
         for x in before[launch]:
             after[x].append(launch)
-    missing = {launch: len(before[launch]) for launch in launches}
-    number = {launch: i for i, launch in enumerate(launches)}
-    queue, done = [], {}
 
-    def push(launch):
+    def grows(launch):
         own = sum(x.bytes for x in launch.operation.results if x not in kept)
-        free = sum(x.bytes for x in launch.read if x not in kept and len(readers[x]) == 1)
-        heapq.heappush(queue, (own - free, -len(after[launch]), number[launch]))
+        free = sum(x.bytes for x in launch.read if x not in kept and readers[x] == 1)
+        return own - free, -len(after[launch]), number[launch]
 
-    for launch in launches:
-        if not missing[launch]:
-            push(launch)
-    while queue:
-        launch = launches[heapq.heappop(queue)[-1]]
-        if launch in done:
-            continue
-        done[launch] = None
-        for x in launch.read:
-            readers[x].discard(launch)
-            for last in readers[x] if len(readers[x]) == 1 else ():
-                if not missing[last]:
-                    push(last)
+    number = {launch: i for i, launch in enumerate(launches)}
+    possible, done = {launch for launch in launches if not missing[launch]}, []
+    while possible:
+        launch = min(possible, key=grows)
+        possible.remove(launch)
+        done.append(launch)
+        readers.subtract(launch.read.keys())
         for x in after[launch]:
             missing[x] -= 1
             if not missing[x]:
-                push(x)
-    return [*done]
+                possible.add(x)
+    return done
 
 
 def _most(launches, kept):
