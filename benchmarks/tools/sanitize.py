@@ -8,7 +8,6 @@ thousandfold, and invalid addresses occur at edges.
 """
 
 import dataclasses
-import itertools
 import os
 import re
 import shutil
@@ -16,16 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import tyro
+from kernel_digests import Case, cases
 
 from gptjax.bench import results
-from gptjax.doctor.kernels import arrays_of, complete
-from pallas_kernels import _dispatch
 
 TOOLS = ("memcheck", "racecheck")
 ROWS = 200
@@ -45,31 +41,18 @@ class Options:
     """Seconds after which a tool is stopped; its report so far counts."""
 
 
-def calls() -> Iterator[tuple[str, Callable, list[jax.Array]]]:
-    """Yield name, function and arrays of each example of the registry in each custom back end that
-    supports it here, with gradients."""
-    for operation, entry in _dispatch.OPERATIONS.items():
-        for make, dtype in itertools.product(entry.examples, (jnp.bfloat16, jnp.float32)):
-            if (example := make(ROWS, dtype)) is None:
-                continue
-            for back_end in ("mosaic", "triton"):
-                if any(each.name == back_end for each in entry.back_ends):
-                    name = f"{operation}, {_dispatch.title(make)}, {dtype.__name__} · {back_end}"
-                    yield name, complete(example, back_end), arrays_of(example)
+def calls() -> list[Case]:
+    """Return each example of the registry in each custom back end, with gradients."""
+    made = cases(ROWS)
+    return [c for c in made if c.name.endswith(("mosaic", "triton")) and "FP8" not in c.name]
 
 
-def run_inside(names: tuple[str, ...]) -> None:
-    for name, call, arrays in calls():
-        if names and name.split(",")[0] not in names:
-            continue
-        try:
-            lowered = jax.jit(call).lower(*arrays)
-        except ValueError as error:
-            if "implementation" not in str(error):  # refused by the registry
-                raise
-            continue
-        jax.block_until_ready(lowered.compile()(*arrays))
-        print(f"ran: {name}", flush=True)
+def run_inside(operations: tuple[str, ...]) -> None:
+    """Run the calls that this machine supports."""
+    for case in calls():
+        if (not operations or case.operation in operations) and (run := case.compiled()):
+            jax.block_until_ready(run())
+            print(f"ran: {case.name}", flush=True)
 
 
 def run_tool(tool: str, sanitizer: str, asked: list[str], log: Path) -> subprocess.Popen:

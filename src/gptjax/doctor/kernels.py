@@ -60,7 +60,8 @@ def check(operation: str, back_end: str) -> Result:
 
 def relative_error(example: extend.Example, back_end: str) -> float:
     """Return the largest relative error of the results and gradients of an example."""
-    arrays = arrays_of(example)
+    random = np.random.default_rng(0)
+    arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
     exact = [x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float32) for x in arrays]
     options = compiler_options()  # without them, XLA times variants of every matmul
     pairs = ((back_end, arrays), (None, exact))
@@ -70,12 +71,6 @@ def relative_error(example: extend.Example, back_end: str) -> float:
         x, y = (np.asarray(array, np.float64) for array in pair)
         errors.append(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
     return float(max(errors))
-
-
-def arrays_of(example: extend.Example) -> list[jax.Array]:
-    """Return random arrays of an example's shapes."""
-    random = np.random.default_rng(0)
-    return [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
 
 
 def complete(example: extend.Example, back_end: str | None) -> Callable:
