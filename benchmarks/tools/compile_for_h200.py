@@ -37,6 +37,7 @@ from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.results import Row, label, print_table, say
 from gptjax.bench.step import describe
 from gptjax.config import Config, ConfigError
+from gptjax.terminal import exit_code
 from gptjax.training.memory import GIB, needed_bytes
 from pallas_kernels import _mosaic, _triton, extend
 
@@ -221,19 +222,18 @@ def show(result: dict) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 after a user's error."""
     options = tyro.cli(Options, args=arguments, description=__doc__)
-    try:
+
+    def run() -> None:
         plugin = Plugin(options.plugin)
         plugin.replace_launches()
         # This machine may have fewer devices than the compiled step.
         configs.first_devices = plugin.devices
         rows = [row_of(options, *each, plugin) for each in options.configs()]
-    except (BenchError, ConfigError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    command = results.command("benchmarks/tools/compile_for_h200.py", arguments)
-    device = "NVIDIA H200, compiled for without a GPU"
-    results.report(results.new(command, rows, device=device), options.out, show)
-    return 0
+        command = results.command("benchmarks/tools/compile_for_h200.py", arguments)
+        device = "NVIDIA H200, compiled for without a GPU"
+        results.report(results.new(command, rows, device=device), options.out, show)
+
+    return exit_code(run, (BenchError, ConfigError))
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ import jax
 import jax.numpy as jnp
 import tyro
 
-from gptjax.bench import results
+from gptjax.bench import BenchError, results
 from gptjax.bench.results import Row, print_table
 from gptjax.plan import GPUS, tracing_on
+from gptjax.terminal import exit_code
 
 DRIVER = """
 #include <string.h>
@@ -82,10 +83,6 @@ class Options:
     report."""
     out: Path | None = None
     """JSON file for the table."""
-
-
-class CompileError(RuntimeError):
-    """A tool or plugin is missing, or a kernel does not compile."""
 
 
 def programs() -> dict[str, tuple[Callable, tuple]]:
@@ -178,7 +175,7 @@ def libraries(plugin: Path | None) -> tuple[Path, Path]:
     )
     for path in found:
         if not path.is_file():
-            raise CompileError(
+            raise BenchError(
                 f"{path} is not there; the head of {Path(__file__).name} says how to get it "
                 "(--plugin)"
             )
@@ -208,7 +205,7 @@ def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, dri
     for passes in folder.glob("*.mlir-passes.log"):  # tens of megabytes
         passes.unlink()
     if done.returncode:
-        raise CompileError(f"{folder.name} does not compile:\n{done.stderr[-2000:]}")
+        raise BenchError(f"{folder.name} does not compile:\n{done.stderr[-2000:]}")
     report, sass = (
         next(folder.glob(f"*.{ending}")).read_text() for ending in ("ptxas", "sass_ctrl")
     )
@@ -224,35 +221,24 @@ def compile_module(module: bytes, folder: Path, plugin: Path, runtime: Path, dri
     }
 
 
-def main(args: list[str] | None = None) -> int:
-    options = tyro.cli(Options, description=__doc__, args=args)
-    found = programs()
+def run(options: Options, args: list[str] | None) -> None:
+    """Compile the kernels, and print and store the table."""
+    found, rows = programs(), []
     if unknown := set(options.kernels) - set(found):
-        print(
-            f"error: unknown kernels {sorted(unknown)}; choose from {list(found)}", file=sys.stderr
-        )
-        return 1
-    rows = []
+        raise BenchError(f"unknown kernels {sorted(unknown)}; choose from {list(found)}")
     with tempfile.TemporaryDirectory() as temporary:
-        try:
-            plugin, runtime = libraries(options.plugin)
-            source, driver = Path(temporary) / "driver.c", Path(temporary) / "libcuda.so.1"
-            source.write_text(DRIVER)
-            subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", driver, source], check=True)
-            for name in options.kernels or found:
-                for i, module in enumerate(modules(*found[name])):
-                    folder = (options.keep or Path(temporary)) / f"{name}_{i}".replace(
-                        " ", "_"
-                    ).replace(",", "")
-                    folder.mkdir(parents=True, exist_ok=False)
-                    rows.append(
-                        {"kernel": f"{name}, {i + 1}"}
-                        | compile_module(module, folder, plugin, runtime, driver)
-                    )
-                    print(rows[-1], file=sys.stderr, flush=True)
-        except (CompileError, FileExistsError, FileNotFoundError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 1
+        plugin, runtime = libraries(options.plugin)
+        source, driver = Path(temporary) / "driver.c", Path(temporary) / "libcuda.so.1"
+        source.write_text(DRIVER)
+        subprocess.run(["cc", "-shared", "-fPIC", "-w", "-o", driver, source], check=True)
+        for name in options.kernels or found:
+            for i, module in enumerate(modules(*found[name])):
+                file = f"{name}_{i}".replace(" ", "_").replace(",", "")
+                folder = (options.keep or Path(temporary)) / file
+                folder.mkdir(parents=True, exist_ok=False)
+                figures = compile_module(module, folder, plugin, runtime, driver)
+                rows.append({"kernel": f"{name}, {i + 1}"} | figures)
+                print(rows[-1], file=sys.stderr, flush=True)
     columns = [name for name in rows[0] if name not in ("kernel", "remarks")]
     table = [
         Row(row["kernel"], [str(row[name]) for name in columns], ", ".join(row["remarks"]))
@@ -264,7 +250,11 @@ def main(args: list[str] | None = None) -> int:
         command = results.command("benchmarks/tools/mosaic_sass.py", args)
         device = "NVIDIA H200, compiled for without a GPU"
         results.write(options.out, results.new(command, rows, device=device, packages=("triton",)))
-    return 0
+
+
+def main(args: list[str] | None = None) -> int:
+    options = tyro.cli(Options, description=__doc__, args=args)
+    return exit_code(lambda: run(options, args), (BenchError, FileExistsError, FileNotFoundError))
 
 
 if __name__ == "__main__":
