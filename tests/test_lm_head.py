@@ -213,7 +213,7 @@ def test_second_derivatives_of_the_fused_loss_name_it_and_say_what_to_do():
 
 def test_errors():
     x, w, targets, _ = inputs(12, 8, 16, 16, jnp.float32)
-    dtypes = "and w in x's dtype or float32, got x in float32 and w in bfloat16"
+    dtypes = "w in x's dtype or float32, got float32, bfloat16"
     refused(linear_cross_entropy, x, w.astype(jnp.bfloat16), targets, match=dtypes)
     for chunk in (0, 5):
         message = f"12 tokens are not a multiple of chunk={chunk}"

@@ -150,8 +150,8 @@ def fused_classifier(
             f"fused_classifier: expected float32, bfloat16 or float16 logits, got {logits_NV.dtype}"
         )
     loss = Loss(vocab_size, softcap, ignore_index, label_smoothing, z_loss, return_lse)
-    loss, targets, weights_M = checked("fused_classifier", loss, targets_N, target_weights)
-    labels = targets, checked_weights("fused_classifier", targets, weights_N)
+    weights = target_weights, weights_N
+    loss, labels, weights_M = checked("fused_classifier", loss, targets_N, *weights)
     results = classify(loss, logits_NV, labels, weights_M, implementation=implementation)
     return results if return_lse else results[:2]
 
@@ -168,13 +168,14 @@ class Loss:
     return_lse: bool = False
 
 
-def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
-    """Return the loss, and int32 targets (N,) and None, or (N, M) and fp32 weights of shape (M,).
+def checked(operation: str, loss: Loss, targets, target_weights=None, weights_N=None) -> tuple:
+    """Return the loss, the labels of `classify`, and the weights of the M targets of each row in
+    fp32, or None for one target without a weight.
 
     Raises:
         ValueError: a cap that is not positive, an option out of its range, targets that are no
-            integers, or another number of weights than targets of a row. The message names
-            `operation`.
+            integers, or another number of weights than targets of a row or than rows. The message
+            names `operation`.
     """
     cap, ignore_index = loss.softcap, loss.ignore_index
     match cap:
@@ -200,9 +201,13 @@ def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
         raise ValueError(f"{operation}: expected integer targets, got {targets.dtype}")
     if targets.ndim == 2 and targets.shape[1] == 1 and target_weights is None:
         targets = targets[:, 0]
-    targets = to_int32(targets)
+    if weights_N is not None and jnp.shape(weights_N) != targets.shape[:1]:
+        shapes = f"{jnp.shape(weights_N)} and targets of shape {targets.shape}"
+        raise ValueError(f"{operation}: expected weights_N of shape (N,), got {shapes}")
+    weights_N = None if weights_N is None else jnp.asarray(weights_N, jnp.float32)
+    labels = to_int32(targets), weights_N
     if targets.ndim == 1 and target_weights is None:
-        return loss, targets, None
+        return loss, labels, None
     m = targets.shape[-1]
     weights_M = jnp.ones(m) if target_weights is None else target_weights
     weights_M = jnp.asarray(weights_M, jnp.float32)
@@ -211,19 +216,7 @@ def checked(operation: str, loss: Loss, targets, target_weights=None) -> tuple:
             f"{operation}: expected targets (N, M) with M ≥ 1 and target_weights (M,), "
             f"got {targets.shape} and {weights_M.shape}"
         )
-    return loss, targets, weights_M
-
-
-def checked_weights(operation: str, targets, weights_N):
-    """Return the weights of the rows in fp32, or None.
-
-    Raises:
-        ValueError: another number of weights than rows.
-    """
-    if weights_N is not None and jnp.shape(weights_N) != targets.shape[:1]:
-        shapes = f"{jnp.shape(weights_N)} and targets of shape {targets.shape}"
-        raise ValueError(f"{operation}: expected weights_N of shape (N,), got {shapes}")
-    return None if weights_N is None else jnp.asarray(weights_N, jnp.float32)
+    return loss, labels, weights_M
 
 
 def constant(operation: str, weights):
@@ -252,7 +245,9 @@ def reference(logits_NV, targets_N, *, vocab_size=None, target_weights=None, wei
         vocab_size, target_weights, weights_N, how: as in `fused_classifier`.
     """
     loss = Loss(logits_NV.shape[1] if vocab_size is None else vocab_size, **how)
-    loss, targets, weights_M = checked("fused_classifier", loss, targets_N, target_weights)
+    weights = target_weights, weights_N
+    loss, labels, weights_M = checked("fused_classifier", loss, targets_N, *weights)
+    targets, weights_N = labels
     targets_NM, known_NM, ignored_NM = _targets(targets, loss.vocab_size, loss.ignore_index)
 
     def losses(logits_NV):

@@ -53,7 +53,6 @@ from pallas_kernels.classifier import (
     Loss,
     SigmoidCap,
     checked,
-    checked_weights,
     classify,
     constant,
     known,
@@ -61,7 +60,7 @@ from pallas_kernels.classifier import (
 )
 from pallas_kernels.classifier import reference as classifier_reference
 from pallas_kernels.gemm.numerics import HEAD, Numerics, NumericsFacts, numerics_of
-from pallas_kernels.gemm.operands import Operand
+from pallas_kernels.gemm.operands import Operand, check_dtypes
 
 # Default number of tokens in a chunk. On an H200 the head's matmul reaches 780 TFLOP/s in chunks of
 # 16,384 rows, and 640–700 with 65,536 rows at once.
@@ -164,16 +163,13 @@ def linear_cross_entropy(
             "linear_cross_entropy: expected x (N, C), w (V, C), targets (N,) or (N, M), and "
             f"vocab_size ≤ V, got {x_NC.shape}, {w_VC.shape}, {targets_N.shape}, {vocab_size}"
         )
-    if x_NC.dtype not in _dispatch.DTYPES or w_VC.dtype not in (x_NC.dtype, jnp.float32):
-        raise ValueError(
-            "linear_cross_entropy: expected x in float32, bfloat16 or float16, and w in x's dtype "
-            f"or float32, got x in {x_NC.dtype} and w in {w_VC.dtype}"
-        )
+    check_dtypes("linear_cross_entropy", x_NC, "w", w_VC)
     if chunk is not None and (chunk < 1 or n % chunk):
         raise ValueError(f"linear_cross_entropy: {n} tokens are not a multiple of chunk={chunk}")
     loss = Loss(vocab_size, softcap, ignore_index, label_smoothing, z_loss, return_lse)
-    loss, targets, weights_M = checked("linear_cross_entropy", loss, targets_N, target_weights)
-    weights_N = checked_weights("linear_cross_entropy", targets, weights_N)
+    weights = target_weights, weights_N
+    loss, labels, weights_M = checked("linear_cross_entropy", loss, targets_N, *weights)
+    targets, weights_N = labels
     if backend == "reference":
         weights = {"target_weights": weights_M, "weights_N": weights_N}
         return reference(x_NC, w_VC, targets, **weights, **vars(loss))
