@@ -27,7 +27,7 @@ from pallas_kernels._types import Array, Float
 from pallas_kernels.attention import Implementation, Options, flash_attention_qkv
 from pallas_kernels.attention import reference as attention_reference
 from pallas_kernels.gemm.numerics import Fp8, Numerics, like, numerics_of, split_like
-from pallas_kernels.gemm.operands import Operand, exact, separate
+from pallas_kernels.gemm.operands import Operand, check_dtypes, exact, separate
 from pallas_kernels.linear import checked_linear, forward
 from pallas_kernels.linear import reference as linear_reference
 
@@ -76,13 +76,7 @@ def projected_attention(
             "projected_attention: expected x (B, T, C), W (C, 3·H·D) and b (3·H·D,) with "
             f"H={heads}, got {x_BTC.shape}, {w_CO.shape}, {b_O.shape}"
         )
-    if x_BTC.dtype not in _dispatch.DTYPES or any(
-        a.dtype not in (x_BTC.dtype, jnp.float32) for a in (w_CO, b_O)
-    ):
-        raise ValueError(
-            "projected_attention: expected x in float32, bfloat16 or float16, W and b in x's dtype "
-            f"or float32, got {x_BTC.dtype}, {w_CO.dtype}, {b_O.dtype}"
-        )
+    check_dtypes("projected_attention", x_BTC, "W and b", w_CO, b_O)
     length, head_dim, arrays = x_BTC.shape[1], b_O.size // (3 * heads), (x_BTC, w_CO, b_O)
     backend = _dispatch.select(
         "flash_attention",
