@@ -25,6 +25,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels import _dispatch
+from pallas_kernels.extend import tracing_for
 
 # ---------------------------------------------------------------------------------- Triton on a CPU
 
@@ -433,19 +434,9 @@ def _ptxas(ptx: str) -> str:
 def h200() -> Iterator[None]:
     """Traces and lowers as on a machine whose device is an H200. Triton's kernels, which need a
     GPU's plugin, become calls by name."""
-    from pallas_kernels import _triton
-
-    def call(kernel, *args, out, grid, in_place=(), **options):
-        results = [jax.ShapeDtypeStruct(args[i].shape, args[i].dtype) for i in in_place] + list(out)
-        arrays = [arg for arg in jax.tree.leaves(args) if hasattr(arg, "dtype")]
-        return tuple(jax.ffi.ffi_call(kernel.__name__, results)(*arrays))
-
     device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="cuda")
     mesh = AbstractMesh((), (), abstract_device=device)
-    with pytest.MonkeyPatch.context() as patch, jax.sharding.use_abstract_mesh(mesh):
-        patch.setattr(_dispatch, "platform", lambda: "gpu")
-        patch.setattr(_dispatch, "capability", lambda: (9, 0))
-        patch.setattr(_triton, "call", call)
+    with tracing_for((9, 0)), jax.sharding.use_abstract_mesh(mesh):
         yield
 
 
