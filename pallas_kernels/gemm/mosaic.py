@@ -199,35 +199,103 @@ def matmul(
     depth = tiles.depth(a_MK.dtype.itemsize)
     row_items, column_items = m // (tiles.rows * tiles.cluster), pl.cdiv(n, tiles.columns)
     clusters = _mosaic.num_sms() // tiles.cluster
-    total = row_items * column_items
+    total, steps = row_items * column_items, k // depth
 
     def kernel(a_gmem, b_gmem, *refs):
+        # Tiles cluster, cluster + clusters, … of the result belong to this thread block. The
+        # computing warpgroups alternate: warpgroup 0 computes the first tile, 1 the second tile.
         other_gmem, refs = refs[: len(others)], refs[len(others) :]
         *out_gmem, scratch_refs, operands = refs
+        ring = Ring(tiles.stages, operands.full, operands.empty)
         wg = lax.axis_index("wg")
         cluster, peer = lax.axis_index("cluster"), lax.axis_index("peer")
-        block = _Block(
-            tiles=tiles,
-            k_major=k_major,
-            depth=depth,
-            row_items=row_items,
-            column_items=column_items,
-            columns=n,
-            steps=k // depth,
-            clusters=clusters,
-            begin=lambda at: begin(at, other_gmem, scratch_refs),
-            finish=lambda at, acc_RP: finish(at, acc_RP, other_gmem, out_gmem, scratch_refs),
-            a=a_gmem,
-            b=b_gmem,
-            operands=operands,
-            ring=Ring(tiles.stages, operands.full, operands.empty),
-            wg=wg,
-            cluster=cluster,
-            peer=peer,
-            local=lax.div(total - cluster + clusters - 1, jnp.int32(clusters)),
-        )
-        pl.when(wg == COMPUTING)(block.load)
-        pl.when(wg < COMPUTING)(block.compute)
+        own_tiles = lax.div(total - cluster + clusters - 1, jnp.int32(clusters))
+
+        def position(tile) -> At:
+            """Return the position in the result of this thread block's tile number `tile`."""
+            at, per_group = tile * clusters + cluster, tiles.group * column_items
+            group = lax.div(at, jnp.int32(per_group))
+            rest = at - group * per_group
+            if tiles.group == 1:
+                row, column = group, rest
+            else:
+                first = group * tiles.group
+                height = jnp.minimum(tiles.group, row_items - first)
+                column = lax.div(rest, height)
+                row = first + rest - column * height
+            row = row * tiles.cluster + peer
+            first_column = column * tiles.columns
+            return At(
+                wg=wg,
+                rows=pl.ds(row * tiles.rows, tiles.rows),
+                columns=pl.ds(first_column, tiles.columns),
+                row_tile=row,
+                columns_left=n - first_column if n % tiles.columns else None,
+            )
+
+        @pl.when(wg == COMPUTING)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            @pl.loop(0, own_tiles)
+            def _tile(tile):
+                at = position(tile)
+                reader = lax.rem(tile, jnp.int32(COMPUTING))
+
+                @pl.loop(0, steps)
+                def _step(k):
+                    step = tile * steps + k
+                    slot = ring.slot(step)
+                    ring.wait_empty(step, slot=slot)
+                    part, full = pl.ds(k * depth, depth), ring.full.at[reader, slot]
+                    plgpu.copy_gmem_to_smem(a_gmem.at[at.rows, part], operands.a.at[slot], full)
+                    plgpu.copy_gmem_to_smem(
+                        b_gmem.at[at.columns, part] if k_major else b_gmem.at[part, at.columns],
+                        operands.b.at[slot],
+                        full,
+                        collective_axes="peer" if tiles.cluster > 1 else None,
+                    )
+
+            # A thread block must not end while another thread block of the cluster may still arrive
+            # on the barriers of the former.
+            ring.drain(own_tiles * steps)
+
+        def sums(acc_ref, first):
+            """Return the tile of the steps from `first` on. The slot of the last step is not
+            released yet."""
+
+            def step(k, _):
+                slot = ring.slot(first + k)
+                ring.wait_full(slot, wg)
+                b = operands.b.at[slot]
+                plgpu.wgmma(acc_ref, operands.a.at[slot], b.transpose((1, 0)) if k_major else b)
+                # The matmul of this step runs while the operands of the last step are released.
+                plgpu.wgmma_wait(1)
+
+                @pl.when(k > 0)
+                def _():
+                    ring.release(ring.slot(first + k - 1))
+
+            lax.fori_loop(0, steps, step, None)
+            return acc_ref[...]
+
+        @pl.when(wg < COMPUTING)
+        def _compute():
+            plgpu.set_max_registers(232, action="increase")
+
+            @pl.loop(0, lax.div(own_tiles - wg + 1, jnp.int32(COMPUTING)))
+            def _tile(i):
+                tile = i * COMPUTING + wg
+                at = position(tile)
+                begin(at, other_gmem, scratch_refs)
+                acc_RP = pl.run_scoped(
+                    lambda acc_ref: sums(acc_ref, tile * steps),
+                    plgpu.ACC((tiles.rows, tiles.columns), jnp.float32),
+                )
+                ring.release(ring.slot(tile * steps + steps - 1))
+                finish(at, acc_RP, other_gmem, out_gmem, scratch_refs)
+
+            plgpu.wait_smem_to_gmem(0)
 
     empty = plgpu.Barrier(num_barriers=tiles.stages)
     if tiles.cluster > 1:
@@ -255,135 +323,6 @@ def matmul(
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
     )
     return tuple(f(a_MK, b, *others))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
-
-    Tiles cluster, cluster + clusters, … of the result belong to this thread block. The computing
-    warpgroups alternate: warpgroup 0 computes the first tile, warpgroup 1 the second tile.
-
-    Attributes:
-        row_items, column_items: number of tiles along M (for each thread block of a cluster) and N.
-        columns: number of columns of the result.
-        steps: number of steps of the matmul of one tile, `depth` numbers of K each.
-        cluster, peer: index of the cluster, and of the thread block in the cluster.
-        local: number of this thread block's tiles.
-    """
-
-    tiles: Tiles
-    k_major: bool
-    depth: int
-    row_items: int
-    column_items: int
-    columns: int
-    steps: int
-    clusters: int
-    begin: Any
-    finish: Any
-    a: Any
-    b: Any
-    operands: Operands
-    ring: Ring
-    wg: jax.Array
-    cluster: jax.Array
-    peer: jax.Array
-    local: jax.Array
-
-    def position(self, tile) -> At:
-        """Return the position in the result of this thread block's tile number `tile`."""
-        tiles = self.tiles
-        group, rest = _divmod(tile * self.clusters + self.cluster, tiles.group * self.column_items)
-        if tiles.group == 1:
-            row, column = group, rest
-        else:
-            first = group * tiles.group
-            height = jnp.minimum(tiles.group, self.row_items - first)
-            column = lax.div(rest, height)
-            row = first + rest - column * height
-        row = row * tiles.cluster + self.peer
-        first_column = column * tiles.columns
-        cut = self.columns % tiles.columns != 0
-        return At(
-            wg=self.wg,
-            rows=pl.ds(row * tiles.rows, tiles.rows),
-            columns=pl.ds(first_column, tiles.columns),
-            row_tile=row,
-            columns_left=self.columns - first_column if cut else None,
-        )
-
-    def load(self) -> None:
-        """Load the operands of all tiles."""
-        plgpu.set_max_registers(40, action="decrease")
-        tiles, ring, operands = self.tiles, self.ring, self.operands
-
-        @pl.loop(0, self.local)
-        def _tile(tile):
-            at = self.position(tile)
-            reader = lax.rem(tile, jnp.int32(COMPUTING))
-
-            @pl.loop(0, self.steps)
-            def _step(k):
-                step = tile * self.steps + k
-                slot = ring.slot(step)
-                ring.wait_empty(step, slot=slot)
-                depth = pl.ds(k * self.depth, self.depth)
-                full = ring.full.at[reader, slot]
-                plgpu.copy_gmem_to_smem(self.a.at[at.rows, depth], operands.a.at[slot], full)
-                plgpu.copy_gmem_to_smem(
-                    self.b.at[at.columns, depth] if self.k_major else self.b.at[depth, at.columns],
-                    operands.b.at[slot],
-                    full,
-                    collective_axes="peer" if tiles.cluster > 1 else None,
-                )
-
-        # A thread block must not end while another thread block of the cluster may still arrive on
-        # the barriers of the former.
-        ring.drain(self.local * self.steps)
-
-    def compute(self) -> None:
-        """Compute and store this warpgroup's tiles."""
-        plgpu.set_max_registers(232, action="increase")
-
-        @pl.loop(0, lax.div(self.local - self.wg + 1, jnp.int32(COMPUTING)))
-        def _tile(n):
-            tile = n * COMPUTING + self.wg
-            at = self.position(tile)
-            self.begin(at)
-            acc_RP = pl.run_scoped(
-                lambda acc_ref: self.sums(acc_ref, tile * self.steps),
-                plgpu.ACC((self.tiles.rows, self.tiles.columns), jnp.float32),
-            )
-            self.ring.release(self.ring.slot(tile * self.steps + self.steps - 1))
-            self.finish(at, acc_RP)
-
-        plgpu.wait_smem_to_gmem(0)
-
-    def sums(self, acc_ref, first):
-        """Return the tile of the steps from `first` on. The slot of the last step is not released
-        yet."""
-        ring, operands = self.ring, self.operands
-
-        def step(k, _):
-            slot = ring.slot(first + k)
-            ring.wait_full(slot, self.wg)
-            b = operands.b.at[slot]
-            plgpu.wgmma(acc_ref, operands.a.at[slot], b.transpose((1, 0)) if self.k_major else b)
-            # The matmul of this step runs while the operands of the last step are released.
-            plgpu.wgmma_wait(1)
-
-            @pl.when(k > 0)
-            def _():
-                ring.release(ring.slot(first + k - 1))
-
-        lax.fori_loop(0, self.steps, step, None)
-        return acc_ref[...]
-
-
-def _divmod(x, y: int):
-    quotient = lax.div(x, jnp.int32(y))
-    return quotient, x - quotient * y
 
 
 # ------------------------------------------------------------------------------ parts of epilogues
