@@ -15,7 +15,6 @@ If s is p or q, the loading warpgroup arrives on `full` instead of the copy of s
 contains a part of a for b·a, two copies and the loading warpgroup arrive.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -83,29 +82,164 @@ def symmetric_matmul(
     k, m = sides if transposed else sides[::-1]
     table = schedule(pl.cdiv(m, TILE))
     total = batch * len(table)
-    blocks = min(_mosaic.num_sms(), total)
+    blocks, slices = min(_mosaic.num_sms(), total), pl.cdiv(k, DEPTH)
+    coefficients = 0 if bcd is None else len(bcd)
+    # For b·a, the part of a at the position of the result follows the operands through the same
+    # slots, in two fills.
+    steps = slices + (2 if coefficients else 0)
 
     def kernel(a, table_gmem, *refs):
-        *coefficients, out, scratch = refs
+        *bcd_gmem, out, scratch = refs
+        bcd_gmem = bcd_gmem[0] if bcd_gmem else None
         me, first = lax.axis_index("warpgroup"), lax.axis_index("block")
-        block = _Block(
-            transposed=transposed,
-            slices=pl.cdiv(k, DEPTH),
-            coefficients=0 if bcd is None else len(bcd),
-            table_items=len(table),
-            blocks=blocks,
-            a=a,
-            table=table_gmem,
-            bcd=coefficients[0] if coefficients else None,
-            out=out,
-            scratch=scratch,
-            ring=Ring(STAGES, scratch.full, scratch.empty),
-            me=me,
-            first=first,
-            items=(total - first + blocks - 1) // blocks,
-        )
-        pl.when(me == MULTIPLIERS)(block.load)
-        pl.when(me < MULTIPLIERS)(block.multiply)
+        items = (total - first + blocks - 1) // blocks
+        ring = Ring(STAGES, scratch.full, scratch.empty)
+
+        def item(i):
+            """Return work item i of this thread block: matrix, s, p, q, place of s."""
+            number, table_items = first + i * blocks, jnp.int32(len(table))
+            b, entry = lax.div(number, table_items), lax.rem(number, table_items)
+            return b, *(table_gmem[entry, j] for j in range(4))
+
+        def columns(p, q, j):
+            """Return the first column of part j of four. If the work item is a single tile, parts 2
+            and 3 repeat p and are not stored."""
+            return (p if j < 2 else jnp.where(q < 0, p, q)) * TILE + j % 2 * HALF
+
+        @pl.when(me == MULTIPLIERS)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def copy(source, slot, place):
+                where = place if transposed else pl.ds(place * TILE, TILE)
+                target = scratch.operands.at[slot, where]
+                plgpu.copy_gmem_to_smem(a.at[source], target, ring.full.at[slot])
+
+            @pl.loop(0, items)
+            def _(i):
+                b, s, p, q, where = item(i)
+
+                @pl.loop(0, slices)
+                def _(step):
+                    done = i * steps + step
+                    slot = ring.slot(done)
+                    ring.wait_empty(done)
+
+                    def load(tile, place):
+                        rows, inner = pl.ds(tile * TILE, TILE), pl.ds(step * DEPTH, DEPTH)
+                        copy((b, inner, rows) if transposed else (b, rows, inner), slot, place)
+
+                    load(p, 0)
+                    load(jnp.where(q < 0, p, q), 1)
+                    pl.when(where == 2)(lambda: load(s, 2))
+                    pl.when(where != 2)(lambda: plgpu.barrier_arrive(ring.full.at[slot]))
+
+                for half in range(steps - slices):
+                    done = i * steps + slices + half
+                    slot = ring.slot(done)
+                    ring.wait_empty(done)
+                    for place in range(2):
+                        span = pl.ds(columns(p, q, 2 * half + place), HALF)
+                        copy((b, pl.ds(s * TILE, TILE), span), slot, place)
+                    plgpu.barrier_arrive(ring.full.at[slot])
+
+            ring.drain_unrolled(items * steps)
+
+        def contraction(acc, i, where):
+            """Return the matmuls of work item i, summed over all slices."""
+            operands = scratch.operands
+
+            @pl.loop(0, slices)
+            def _(step):
+                done = i * steps + step
+                slot = ring.slot(done)
+                ring.wait_full(slot)
+                if transposed:
+                    left = operands.at[slot, where, :, pl.ds(me * HALF, HALF)].transpose((1, 0))
+                    plgpu.wgmma(acc.at[:, pl.ds(0, TILE)], left, operands.at[slot, 0])
+                    plgpu.wgmma(acc.at[:, pl.ds(TILE, TILE)], left, operands.at[slot, 1])
+                    plgpu.wgmma_wait(2)
+                else:
+                    left = operands.at[slot, pl.ds(where * TILE + me * HALF, HALF)]
+                    plgpu.wgmma(acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0)))
+                    plgpu.wgmma_wait(1)
+
+                # The matmuls of the previous slice are complete.
+                @pl.when(step > 0)
+                def _():
+                    ring.release(ring.slot(done + STAGES - 1))
+
+            return acc[...]
+
+        def add_scaled(part, i, j):
+            """Return b·a + c·part for part j of work item i."""
+            slot = ring.slot(i * steps + slices + j // 2)
+            if j % 2 == 0:
+                ring.wait_full(slot)
+            place = scratch.operands.at[slot, pl.ds(j % 2 * TILE + me * HALF, HALF)]
+            own = plgpu.load(place, layout=plgpu.Layout.WGMMA)
+            if j % 2 == 1:
+                plgpu.commit_smem()  # Complete the reads before TMA overwrites the slot.
+                ring.release(slot)
+            return bcd_gmem[0] * own.astype(jnp.float32) + bcd_gmem[1] * part
+
+        def add_diagonal(part, s, p, q, j):
+            """Add d to the elements of part j that are on the diagonal of the matrix."""
+            row, column = (
+                plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
+                for axis in (0, 1)
+            )
+            apart = columns(p, q, j) - s * TILE - me * HALF
+            return jnp.where(row == column + apart, part + bcd_gmem[2], part)
+
+        def store(b, s, tile, column, part) -> None:
+            """Start the copy of a part to global memory, and of the part's transpose if the tile is
+            not on the diagonal."""
+            direct, mirror = scratch.direct, scratch.mirror
+            rows, span = pl.ds(s * TILE + me * HALF, HALF), pl.ds(column, HALF)
+
+            @pl.when(tile >= 0)
+            def _():
+                @pl.when(tile != s)
+                def _():
+                    # All copies except the newest are complete, including the previous transpose.
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                    mirror.at[me].transpose((1, 0))[...] = part
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(mirror.at[me], out.at[b, span, rows])
+                    # The copy of the previous part is complete too.
+                    plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+
+                @pl.when(tile == s)
+                def _():
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+                direct[me] = part
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(direct.at[me], out.at[b, rows, span])
+
+        @pl.when(me < MULTIPLIERS)
+        def _multiply():
+            plgpu.set_max_registers(232, action="increase")
+
+            @pl.loop(0, items)
+            def _(i):
+                b, s, p, q, where = item(i)
+                sums = pl.run_scoped(
+                    lambda acc: contraction(acc, i, where),
+                    plgpu.ACC((HALF, 2 * TILE), jnp.float32),
+                )
+                ring.release(ring.slot(i * steps + slices - 1))
+                for j in range(4):
+                    part = sums[:, j * HALF : (j + 1) * HALF]
+                    if coefficients:
+                        part = add_scaled(part, i, j)
+                    if coefficients == 3:
+                        part = add_diagonal(part, s, p, q, j)
+                    column = columns(p, q, j)
+                    store(b, s, p if j < 2 else q, column, part.astype(out.dtype))
+
+            plgpu.wait_smem_to_gmem(0)
 
     dtype = a_BXY.dtype
     operands = (STAGES, 3, DEPTH, TILE) if transposed else (STAGES, 3 * TILE, DEPTH)
@@ -127,185 +261,3 @@ def symmetric_matmul(
         thread_name="warpgroup",
     )
     return run(a_BXY, jnp.asarray(table), *([] if bcd is None else [bcd]))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Block:
-    """The kernel of one thread block: sizes, refs, and the two roles of a warpgroup.
-
-    Attributes:
-        slices: number of slices of the contraction, each DEPTH wide.
-        coefficients: 0; 2: b·a is added; 3: and d on the diagonal.
-        table_items: number of work items of one matrix.
-        blocks: number of thread blocks of the grid.
-        me, first: index of the warpgroup and of the thread block.
-        items: number of work items of this thread block.
-    """
-
-    transposed: bool
-    slices: int
-    coefficients: int
-    table_items: int
-    blocks: int
-    a: Any
-    table: Any
-    bcd: Any
-    out: Any
-    scratch: Scratch
-    ring: Ring
-    me: jax.Array
-    first: jax.Array
-    items: jax.Array
-
-    @property
-    def steps(self) -> int:
-        """Number of fills of the ring for one work item. For b·a, the part of a at the position of
-        the result follows the operands through the same slots, in two fills."""
-        return self.slices + (2 if self.coefficients else 0)
-
-    def item(self, i):
-        """Return work item i of this thread block: matrix, s, p, q, place of s."""
-        number, table_items = self.first + i * self.blocks, jnp.int32(self.table_items)
-        b, entry = lax.div(number, table_items), lax.rem(number, table_items)
-        return b, *(self.table[entry, j] for j in range(4))
-
-    def columns(self, p, q, j):
-        """Return the first column of part j of four. If the work item is a single tile, parts 2 and
-        3 repeat p and are not stored."""
-        return (p if j < 2 else jnp.where(q < 0, p, q)) * TILE + j % 2 * HALF
-
-    def load(self) -> None:
-        """Load the operands of all work items."""
-        plgpu.set_max_registers(40, action="decrease")
-        ring = self.ring
-
-        def copy(source, slot, place):
-            where = place if self.transposed else pl.ds(place * TILE, TILE)
-            target = self.scratch.operands.at[slot, where]
-            plgpu.copy_gmem_to_smem(self.a.at[source], target, ring.full.at[slot])
-
-        @pl.loop(0, self.items)
-        def _(i):
-            b, s, p, q, where = self.item(i)
-
-            @pl.loop(0, self.slices)
-            def _(step):
-                done = i * self.steps + step
-                slot = ring.slot(done)
-                ring.wait_empty(done)
-
-                def load(tile, place):
-                    rows, inner = pl.ds(tile * TILE, TILE), pl.ds(step * DEPTH, DEPTH)
-                    copy((b, inner, rows) if self.transposed else (b, rows, inner), slot, place)
-
-                load(p, 0)
-                load(jnp.where(q < 0, p, q), 1)
-                pl.when(where == 2)(lambda: load(s, 2))
-                pl.when(where != 2)(lambda: plgpu.barrier_arrive(ring.full.at[slot]))
-
-            for half in range(self.steps - self.slices):
-                done = i * self.steps + self.slices + half
-                slot = ring.slot(done)
-                ring.wait_empty(done)
-                for place in range(2):
-                    span = pl.ds(self.columns(p, q, 2 * half + place), HALF)
-                    copy((b, pl.ds(s * TILE, TILE), span), slot, place)
-                plgpu.barrier_arrive(ring.full.at[slot])
-
-        ring.drain_unrolled(self.items * self.steps)
-
-    def multiply(self) -> None:
-        """Compute and store this warpgroup's 64 rows of all work items."""
-        plgpu.set_max_registers(232, action="increase")
-
-        @pl.loop(0, self.items)
-        def _(i):
-            b, s, p, q, where = self.item(i)
-            sums = pl.run_scoped(
-                lambda acc: self.contraction(acc, i, where),
-                plgpu.ACC((HALF, 2 * TILE), jnp.float32),
-            )
-            self.ring.release(self.ring.slot(i * self.steps + self.slices - 1))
-            for j in range(4):
-                part = sums[:, j * HALF : (j + 1) * HALF]
-                if self.coefficients:
-                    part = self.add_scaled(part, i, j)
-                if self.coefficients == 3:
-                    part = self.add_diagonal(part, s, p, q, j)
-                column = self.columns(p, q, j)
-                self.store(b, s, p if j < 2 else q, column, part.astype(self.out.dtype))
-
-        plgpu.wait_smem_to_gmem(0)
-
-    def contraction(self, acc, i, where):
-        """Return the matmuls of work item i, summed over all slices."""
-        operands, me = self.scratch.operands, self.me
-
-        @pl.loop(0, self.slices)
-        def _(step):
-            done = i * self.steps + step
-            slot = self.ring.slot(done)
-            self.ring.wait_full(slot)
-            if self.transposed:
-                left = operands.at[slot, where, :, pl.ds(me * HALF, HALF)].transpose((1, 0))
-                plgpu.wgmma(acc.at[:, pl.ds(0, TILE)], left, operands.at[slot, 0])
-                plgpu.wgmma(acc.at[:, pl.ds(TILE, TILE)], left, operands.at[slot, 1])
-                plgpu.wgmma_wait(2)
-            else:
-                left = operands.at[slot, pl.ds(where * TILE + me * HALF, HALF)]
-                plgpu.wgmma(acc, left, operands.at[slot, pl.ds(0, 2 * TILE)].transpose((1, 0)))
-                plgpu.wgmma_wait(1)
-
-            # The matmuls of the previous slice are complete.
-            @pl.when(step > 0)
-            def _():
-                self.ring.release(self.ring.slot(done + STAGES - 1))
-
-        return acc[...]
-
-    def add_scaled(self, part, i, j):
-        """Return b·a + c·part for part j of work item i."""
-        slot = self.ring.slot(i * self.steps + self.slices + j // 2)
-        if j % 2 == 0:
-            self.ring.wait_full(slot)
-        place = self.scratch.operands.at[slot, pl.ds(j % 2 * TILE + self.me * HALF, HALF)]
-        own = plgpu.load(place, layout=plgpu.Layout.WGMMA)
-        if j % 2 == 1:
-            plgpu.commit_smem()  # Complete the reads before TMA overwrites the slot.
-            self.ring.release(slot)
-        return self.bcd[0] * own.astype(jnp.float32) + self.bcd[1] * part
-
-    def add_diagonal(self, part, s, p, q, j):
-        """Add d to the elements of part j that are on the diagonal of the matrix."""
-        row, column = (
-            plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), axis, layout=plgpu.Layout.WGMMA)
-            for axis in (0, 1)
-        )
-        apart = self.columns(p, q, j) - s * TILE - self.me * HALF
-        return jnp.where(row == column + apart, part + self.bcd[2], part)
-
-    def store(self, b, s, tile, column, part) -> None:
-        """Start the copy of a part to global memory, and of the part's transpose if the tile is not
-        on the diagonal."""
-        direct, mirror, me = self.scratch.direct, self.scratch.mirror, self.me
-        rows, span = pl.ds(s * TILE + me * HALF, HALF), pl.ds(column, HALF)
-
-        @pl.when(tile >= 0)
-        def _():
-            @pl.when(tile != s)
-            def _():
-                # All copies except the newest are complete, including the previous transpose.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                mirror.at[me].transpose((1, 0))[...] = part
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(mirror.at[me], self.out.at[b, span, rows])
-                # The copy of the previous part is complete too.
-                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-
-            @pl.when(tile == s)
-            def _():
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-            direct[me] = part
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(direct.at[me], self.out.at[b, rows, span])
