@@ -388,19 +388,6 @@ def test_a_mesh_with_manual_and_other_axes(name, triton_on_cpu):
     assert sorted(found) == sorted(case.sums)
 
 
-def test_a_sum_over_shards_is_refused_on_a_mesh_with_manual_and_other_axes():
-    """As the gradient of the head's weight, with implementation="fused"."""
-    kinds = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=kinds)
-    with jax.set_mesh(mesh):
-        f = sharded(lambda x_NC: (2 * x_NC, x_NC.sum(0)), Rule("n c -> n c, c", over="n"))
-        specs = {"in_specs": P(), "out_specs": P(), "axis_names": {"manual"}, "check_vma": False}
-        x = jax.ShapeDtypeStruct((4, 8), jnp.float32, sharding=NamedSharding(mesh, FIRST))
-        lowered = jax.jit(jax.shard_map(f, **specs)).lower(x)
-        with pytest.raises(jax.errors.JaxRuntimeError, match="sums over shards are not supported"):
-            lowered.compile()
-
-
 def test_sums_need_the_names_of_all_axes(triton_on_cpu):
     mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
     chosen = []
