@@ -7,7 +7,9 @@ tiles with TMA, and the others compute with wgmma. The loading warpgroup runs ah
 through a `Ring` of slots in shared memory. `schedule` assigns the work items to the thread blocks.
 """
 
+import collections
 import dataclasses
+import functools
 import heapq
 import math
 from typing import Any
@@ -36,6 +38,17 @@ def swizzled(shape: tuple[int, ...], dtype):
     swizzle = plgpu.find_swizzle(shape[-1] * size * 8)
     transforms = (plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+@functools.cache
+def _fields(*names: str) -> type:
+    return collections.namedtuple("Scratch", names)
+
+
+def scratch(**types: Any) -> Any:
+    """Return the types of a kernel's shared memory and barriers as a named tuple, in the order of
+    their allocation. None for one that the kernel does not have."""
+    return _fields(*types)(**types)
 
 
 def store_transposed(smem, x) -> None:

@@ -37,7 +37,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, swizzled
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, scratch, swizzled
 from pallas_kernels.attention.mosaic_masks import Mask, fill_columns
 
 # The fastest of those measured on an H200.
@@ -136,18 +136,10 @@ class Sizes:
         return start, full_start, most(full_start, full_stop), stop
 
 
-class Scratch(
-    collections.namedtuple(
-        "Scratch", "q k v out lse columns q_full q_empty k_full k_empty v_full v_empty ping_pong"
-    )
-):
-    """Shared memory and barriers, in the order of their allocation."""
-
-
-def scratch_types(sizes: Sizes) -> Scratch:
+def scratch_types(sizes: Sizes) -> Any:
     """Return the types of the shared memory and the barriers."""
     groups, head_dim, dtype = sizes.warpgroups, sizes.head_dim, sizes.dtype
-    return Scratch(
+    return scratch(
         q=swizzled((groups, Q_SLOTS, ROWS, head_dim), dtype),
         k=swizzled((STAGES, KEYS, head_dim), dtype),
         v=swizzled((STAGES, KEYS, head_dim), dtype),
@@ -171,18 +163,14 @@ def operand(refs, which: int, b, rows, head):
 
 
 class Item(
-    collections.namedtuple(
-        "Item",
-        "index b head start stop row_block fills first my_start full_start full_stop my_stop",
-    )
+    collections.namedtuple("Item", "index b stop fills first my_start full_start full_stop my_stop")
 ):
     """The rows of one warpgroup in a work item.
 
     Attributes:
         index: number of the work item in its thread block.
-        start, stop: the key blocks that any of the warpgroups sees. These blocks are loaded.
-        row_block: the warpgroup's block of rows.
-        first: first query of `row_block`.
+        stop: end of the key blocks that any of the warpgroups sees. These blocks are loaded.
+        first: first query of the warpgroup's block of rows.
         fills: number of fills of the key slots before this work item.
         my_start, full_start, full_stop, my_stop: the key blocks that this warpgroup sees, as
             `key_blocks` returns them.
@@ -209,7 +197,7 @@ class Block:
     table: Any
     out: Any
     lse: Any
-    scratch: Scratch
+    scratch: Any
     me: jax.Array
     this: jax.Array
     items: jax.Array
@@ -391,7 +379,7 @@ class Block:
         out_smem, lse_smem, me = self.scratch.out, self.scratch.lse, self.me
         first = row_block * ROWS
         seen = self.key_blocks(b, first)
-        item = Item(i, b, head, start, stop, row_block, fills, first, *seen)
+        item = Item(i, b, stop, fills, first, *seen)
         pl.loop(0, stop - item.my_stop)(lambda n: self.skip_in_order(fills + n))
         o_MD, m_M, l_M = pl.run_scoped(
             lambda o_acc: self.over_keys(item, o_acc),

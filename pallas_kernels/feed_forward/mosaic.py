@@ -19,38 +19,17 @@ it stores in parts of 64×Q.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import plgpu, store_transposed, swizzled
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm import mosaic
 from pallas_kernels.gemm.mosaic import COMPUTING, PART_ROWS, Tiles
 from pallas_kernels.gemm.numerics import HiddenFormat
-
-
-class ForwardScratch(NamedTuple):
-    """Scratch of `activated`, in the order of its allocation. None for what is not stored, and
-    without a bias."""
-
-    bias: Any
-    y: Any
-    transposed: Any
-    derivative: Any
-    bias_full: Any
-
-
-class DuScratch(NamedTuple):
-    """Scratch of `du`, in the order of its allocation. None for what is not stored."""
-
-    saved: Any
-    du: Any
-    transposed: Any
-    db: Any
-    saved_full: Any
 
 
 # jit: trace and lower a kernel once for all layers. Tracing and lowering for each layer took 28 s
@@ -135,7 +114,7 @@ def activated(
             *([jax.ShapeDtypeStruct((m, n), stored.saved_dtype)] if save else []),
             *[jax.ShapeDtypeStruct((n, m), stored.dtype)] * stored.k_major,
         ],
-        scratch=ForwardScratch(
+        scratch=_mosaic.scratch(
             bias=plgpu.SMEM((COMPUTING, tiles.columns), jnp.float32) if bias else None,
             y=swizzled(part_shape, stored.dtype),
             transposed=swizzled(_transposed(part_shape), stored.dtype) if stored.k_major else None,
@@ -253,7 +232,7 @@ def du(
             *[jax.ShapeDtypeStruct((o, m), dtype)] * k_major,
             *[jax.ShapeDtypeStruct((m // tiles.rows, o), jnp.float32)] * bias,
         ],
-        scratch=DuScratch(
+        scratch=_mosaic.scratch(
             saved=swizzled(part_shape, saved_MO.dtype),
             du=swizzled(part_shape, dtype),
             transposed=swizzled(_transposed(part_shape), dtype) if k_major else None,

@@ -22,7 +22,7 @@ Shapes: M rows, N columns of the result, K contracted; the tile of one warpgroup
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -141,15 +141,6 @@ def why_not(m: int, n: int, k: int, itemsize: int) -> str | None:
         f"{TILES_16[0].rows * TILES_16[0].cluster} a multiple of {TILES_16[0].part_columns} a "
         f"little below a multiple of {TILES_16[0].columns}"
     )
-
-
-class Operands(NamedTuple):
-    """The ring of operands, in the order of its allocation."""
-
-    a: Any
-    b: Any
-    full: Any
-    empty: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +297,7 @@ def matmul(
         out_type=out_type,
         scratch_types=[
             scratch,
-            Operands(
+            _mosaic.scratch(
                 a=swizzled((tiles.stages, tiles.rows, depth), a_MK.dtype),
                 b=swizzled((tiles.stages, *b_tile), b.dtype),
                 full=plgpu.Barrier(num_arrivals=2, num_barriers=(COMPUTING, tiles.stages)),

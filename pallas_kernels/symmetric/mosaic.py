@@ -15,8 +15,6 @@ If s is p or q, the loading warpgroup arrives on `full` instead of the copy of s
 contains a part of a for b·a, two copies and the loading warpgroup arrive.
 """
 
-from typing import Any, NamedTuple
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -54,16 +52,6 @@ def schedule(n: int) -> np.ndarray:
         for i in range(0, len(left), 2)
     ]
     return np.array([(s, p, q, 0 if p == s else 1 if q == s else 2) for s, p, q in work], np.int32)
-
-
-class Scratch(NamedTuple):
-    """Shared memory and barriers, in the order of their allocation."""
-
-    operands: Any
-    direct: Any
-    mirror: Any
-    full: Any
-    empty: Any
 
 
 def symmetric_matmul(
@@ -247,7 +235,7 @@ def symmetric_matmul(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, m, m), dtype),
         scratch_types=[
-            Scratch(
+            _mosaic.scratch(
                 operands=swizzled(operands, dtype),
                 direct=swizzled((MULTIPLIERS, HALF, HALF), dtype),
                 mirror=swizzled((MULTIPLIERS, HALF, HALF), dtype),
