@@ -276,18 +276,21 @@ def test_the_weights_are_constants():
     logits, targets_NM, _ = inputs((9, 137, 101), jnp.float32, WEIGHTS)
     known = logits[:4], targets_NM[:4]
 
-    def classifier(weights_M, implementation="auto"):
-        options = {"vocab_size": 101, "ignore_index": IGNORE, "target_weights": weights_M}
-        return fused_classifier(*known, implementation=implementation, **options)[0].sum()
+    def classifier(weights_M, weights_N, implementation="auto"):
+        options = {"vocab_size": 101, "ignore_index": IGNORE, "implementation": implementation}
+        options |= {"target_weights": weights_M, "weights_N": weights_N}
+        return fused_classifier(*known, **options)[0].sum()
 
-    def head(weights_M):
+    def head(weights_M, weights_N):
         arrays = jnp.ones((4, 4)), jnp.ones((101, 4)), targets_NM[:4]
-        return linear_cross_entropy(*arrays, target_weights=weights_M).sum()
+        return linear_cross_entropy(*arrays, target_weights=weights_M, weights_N=weights_N).sum()
 
+    weights, message = (jnp.array(WEIGHTS), jnp.ones(4)), "expected constant target_weights and wei"
     for name, f in (("fused_classifier", classifier), ("linear_cross_entropy", head)):
-        with pytest.raises(NotImplementedError, match=f"{name}: expected constant target_weights"):
-            jax.eval_shape(jax.grad(f), jnp.array(WEIGHTS))
-    value, gradient = jax.value_and_grad(classifier)(jnp.array(WEIGHTS), "reference")
+        for argument in (0, 1):
+            with pytest.raises(NotImplementedError, match=f"{name}: {message}"):
+                jax.eval_shape(jax.grad(f, argument), *weights)
+    value, gradient = jax.value_and_grad(classifier)(*weights, "reference")
     np.testing.assert_allclose(value, gradient @ jnp.array(WEIGHTS), rtol=1e-6)  # linear in them
 
 
@@ -315,6 +318,14 @@ def test_errors():
             (targets, {"target_weights": [1.0]}, rf"{shapes}\(5,\) and \(1,\)"),
             (several, {"target_weights": [1.0, 2.0]}, rf"{shapes}\(5, 3\) and \(2,\)"),
             (several[:, :0], {}, rf"{shapes}\(5, 0\) and \(0,\)"),
+            (
+                targets,
+                {"label_smoothing": 1.5},
+                r".*label_smoothing in \[0, 1\] .* 1.5 and 0.0",
+            ),
+            (targets, {"z_loss": -1.0}, ".* a finite z_loss ≥ 0, got 0.0 and -1.0"),
+            (targets, {"z_loss": np.nan}, ".* a finite z_loss ≥ 0, got 0.0 and nan"),
+            (targets, {"weights_N": jnp.ones(4)}, r".*weights_N of shape \(N,\), got \(4,\)"),
         ):
             with pytest.raises(ValueError, match=f"{name}: {message}"):
                 unchecked(f)(*arrays, wrong, **how)

@@ -10,7 +10,7 @@ from comparison_tools import rms
 from rule_tools import check as check_rule
 from rule_tools import refused
 
-from pallas_kernels import linear_cross_entropy
+from pallas_kernels import classifier, linear_cross_entropy
 from pallas_kernels.classifier import SigmoidCap
 from pallas_kernels.lm_head import reference
 
@@ -40,40 +40,44 @@ def with_gradients(f, x, w, targets, weights):
     return (losses, *pull(weights))
 
 
-def materialized(x, w, targets, *, vocab_size, chunk=None):
-    """The plain way in the inputs' own dtype, statistics in fp32."""
-
-    def losses(args):
-        x, targets = args
-        logits = jnp.matmul(x, w[:vocab_size].T, precision="highest").astype(jnp.float32)
-        return -jnp.take_along_axis(jax.nn.log_softmax(logits, -1), targets[:, None], -1)[:, 0]
-
-    if chunk is None:
-        return losses((x, targets))
-    parts = (x.reshape(-1, chunk, x.shape[1]), targets.reshape(-1, chunk))
-    return jax.lax.map(losses, parts).ravel()
-
-
-def check(implementation, shape, dtype, weights=None, plain_chunk=None, **how):
-    """Losses and gradients, and exact zeros for padded rows.
+def check(implementation, shape, dtype, cotangents=None, labels=None, plain_chunk=None, **how):
+    """Losses, log-sum-exp and gradients, and exact zeros for padded rows. Return the results.
 
     Args:
-        weights: cotangents of the losses; random ones if None.
+        cotangents: of the losses, or a function of a function and its arguments that returns those
+            of all results; random ones of the losses if None.
+        labels: targets and options of the loss; random targets without options if None.
     """
     *_, vocab = shape
-    x, w, targets, drawn = inputs(*shape, dtype)
-    f = functools.partial(linear_cross_entropy, implementation=implementation, **how)
-    losses, (dx, dw) = check_rule(
-        functools.partial(f, vocab_size=vocab, precision="highest"),
-        functools.partial(materialized, vocab_size=vocab, chunk=plain_chunk),
-        functools.partial(reference, vocab_size=vocab),
-        (x, w, targets),
-        directions=drawn if weights is None else weights,
-        norms=(rms,),
-        eager=True,
-    )
-    assert losses.dtype == jnp.float32 and dx.dtype == dw.dtype == dtype
+    x, w, drawn, random = inputs(*shape, dtype)
+    targets, options = labels or (drawn, {"vocab_size": vocab})
+
+    def call(f, **how):
+        return lambda x, w: tuple(jax.tree.leaves(f(x, w, targets, **options, **how)))
+
+    def plain(x, w):
+        """The logits in the inputs' own dtype, statistics in fp32."""
+
+        def results(args):
+            logits = jnp.matmul(args[0], w.T, precision="highest")
+            losses, _, *lse = classifier.reference(logits, args[1], **options)
+            return losses, *lse
+
+        if plain_chunk is None:
+            return results((x, targets))
+        parts = (x.reshape(-1, plain_chunk, x.shape[1]), targets.reshape(-1, plain_chunk))
+        return jax.tree.map(jnp.ravel, jax.lax.map(results, parts))
+
+    f = call(linear_cross_entropy, implementation=implementation, precision="highest", **how)
+    if callable(cotangents):
+        directions = cotangents(f, (x, w))
+    else:
+        directions = (random if cotangents is None else cotangents,)
+    how = {"directions": directions, "norms": (rms,), "eager": True}
+    results, (dx, dw) = check_rule(f, plain, call(reference), (x, w), **how)
+    assert results[0].dtype == jnp.float32 and dx.dtype == dw.dtype == dtype
     assert not np.asarray(dw[vocab:], np.float32).any(), "a padded row has a gradient"
+    return results
 
 
 # The dtype changes casts alone: every dtype for one shape.

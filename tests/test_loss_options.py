@@ -1,16 +1,17 @@
 """Label smoothing, z-loss, weights of rows and the log-sum-exp of `fused_classifier` and
 `linear_cross_entropy`, by the 2× rule, and against PyTorch and NumPy."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from comparison_tools import rms
 from rule_tools import check as check_rule
-from rule_tools import refused
+from test_lm_head import check as check_lm_head
 
-from pallas_kernels import classifier, fused_classifier, linear_cross_entropy, lm_head
+from pallas_kernels import classifier, fused_classifier, linear_cross_entropy
 from pallas_kernels.classifier import SigmoidCap
 
 IGNORE = -100
@@ -95,36 +96,12 @@ def test_classifier_of_several_blocks(name, triton_on_cpu):
     check_classifier("triton", jnp.float32, (5, 9000, 8500), CASES[name])
 
 
-def check_head(implementation, dtype, shape, options, norms=(rms,), **how):
-    n, c, v, vocab = shape
-    rng = np.random.default_rng(3)
-    x = jnp.asarray(rng.standard_normal((n, c)), dtype)
-    w = jnp.asarray(rng.standard_normal((v, c)) * 2 / np.sqrt(c), dtype)
-    targets, options = labels(n, vocab, options)
-
-    def of_logits(x, w):
-        logits = jnp.matmul(x, w.T, precision="highest")
-        losses, _, *lse = classifier.reference(logits, targets, **options)
-        return losses, *lse
-
-    def call(f, **how):
-        return lambda x, w: jax.tree.leaves(f(x, w, targets, **options, **how))
-
-    how |= {"implementation": implementation, "precision": "highest"}
-    f = call(linear_cross_entropy, **how)
-    losses, *_ = f(x, w)
-    assert not losses[0]
+def check_head(implementation, dtype, shape, options, **how):
+    drawn = labels(shape[0], shape[3], options)
     for only in range(2 if "return_lse" in options else 1):
-        _, (dx, dw) = check_rule(
-            lambda x, w: tuple(f(x, w)),
-            of_logits,
-            lambda *args: tuple(call(lm_head.reference)(*args)),
-            (x, w),
-            directions=directions(f, (x, w), only),
-            norms=norms,
-            eager=True,
-        )
-        assert dx.dtype == dw.dtype == dtype and not np.asarray(dw[vocab:], np.float32).any()
+        cotangents = functools.partial(directions, only=only)
+        losses, *_ = check_lm_head(implementation, shape, dtype, cotangents, drawn, **how)
+        assert not losses[0]
 
 
 @pytest.mark.parametrize(
@@ -201,28 +178,6 @@ def test_an_unused_lse_adds_no_matmul():
 
     text = jax.jit(jax.grad(mean, (0, 1), has_aux=True)).lower(x, w).compile().as_text()
     assert text.count(" dot(") == 3 * 3
-
-
-def test_errors():
-    logits, targets = jnp.ones((5, 8)), jnp.zeros(5, jnp.int32)
-    for f, arrays in (
-        (fused_classifier, (logits, targets)),
-        (linear_cross_entropy, (jnp.ones((5, 4)), jnp.ones((8, 4)), targets)),
-    ):
-        for options, message in (
-            ({"label_smoothing": 1.5}, r"label_smoothing in \[0, 1\] .* got 1.5 and 0.0"),
-            ({"z_loss": -1.0}, "a finite z_loss ≥ 0, got 0.0 and -1.0"),
-            ({"z_loss": np.nan}, "a finite z_loss ≥ 0, got 0.0 and nan"),
-            ({"weights_N": jnp.ones(4)}, r"weights_N of shape \(N,\), got \(4,\)"),
-        ):
-            refused(f, *arrays, match=message, **options)
-
-        def total(weights_N, f=f, arrays=arrays):
-            return jax.tree.leaves(f(*arrays, weights_N=weights_N))[0].sum()
-
-        message = f"{f.__name__}: expected constant target_weights and weights_N"
-        with pytest.raises(NotImplementedError, match=message):
-            jax.grad(total)(jnp.ones(5))
 
 
 def test_weights_may_be_mapped(triton_on_cpu):
