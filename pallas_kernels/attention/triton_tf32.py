@@ -174,38 +174,16 @@ def tf32_kernel(
             x_MP, q_straight_ptr, q_transposed_ptr, b, t0, h, T, H, D, P, Q_STRAIGHT, Q_COLUMNS, M
         )
     elif h < H + K:
-        k_MP = load_head(k_ptr + K_AT, b, t0, h - H, K_ROW, S, D, P, M)
+        k = h - H
+        k_MP = load_head(k_ptr + K_AT, b, t0, k, K_ROW, S, D, P, M)
         store_copies(
-            k_MP,
-            k_straight_ptr,
-            k_transposed_ptr,
-            b,
-            t0,
-            h - H,
-            S,
-            K,
-            D,
-            P,
-            K_STRAIGHT,
-            K_COLUMNS,
-            M,
+            k_MP, k_straight_ptr, k_transposed_ptr, b, t0, k, S, K, D, P, K_STRAIGHT, K_COLUMNS, M
         )
     else:
-        v_MP = load_head(v_ptr + V_AT, b, t0, h - H - K, V_ROW, S, E, PE, M)
+        v = h - H - K
+        v_MP = load_head(v_ptr + V_AT, b, t0, v, V_ROW, S, E, PE, M)
         store_copies(
-            v_MP,
-            v_straight_ptr,
-            v_transposed_ptr,
-            b,
-            t0,
-            h - H - K,
-            S,
-            K,
-            E,
-            PE,
-            V_STRAIGHT,
-            V_COLUMNS,
-            M,
+            v_MP, v_straight_ptr, v_transposed_ptr, b, t0, v, S, K, E, PE, V_STRAIGHT, V_COLUMNS, M
         )
 
 

@@ -89,15 +89,11 @@ def linear_forward(
     # Half of the columns at a time: all columns with the derivatives would spill registers.
     left, right = tl.split(tl.permute(tl.reshape(accumulator, (M, 2, P // 2)), (0, 2, 1)))
     for half in tl.static_range(2):
-        columns = column * P + half * (P // 2) + tl.arange(0, P // 2)
+        columns, corner, offsets, mask = offsets_of(row, 2 * column + half, n, o, M, P // 2)
         u = right if half else left
         if BIAS:
             u += tl.load(b_ptr + columns % o)[None, :]
         y, derivative = activate(u, ACTIVATION)
-        # The offset of the tile needs 64 bits, offsets inside the tile 32.
-        corner = (row * M).to(tl.int64) * o + column * P + half * (P // 2)
-        offsets = tl.arange(0, M)[:, None] * o + tl.arange(0, P // 2)[None, :]
-        mask = (rows < n)[:, None] & (columns < o)[None, :]
         tl.store(y_ptr + corner + offsets, y.to(y_ptr.dtype.element_ty), mask=mask)
         if SAVE:
             tl.store(
