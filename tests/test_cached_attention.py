@@ -125,17 +125,14 @@ def test_refusals(triton_on_cpu):
     message = "implementation 'triton' supports at most 16 queries of a sequence, not 20"
     with pytest.raises(ValueError, match=message):
         run("triton", jnp.concatenate([q] * 4, 1), k, v, lengths)
-    refused(cached_attention, q[:, :, :3], k, v, lengths, match=r"multiple of key heads.*\(3, 5, 3")
-    refused(cached_attention, q, k, v[:, 1:], lengths, match="expected q .batch, queries, heads")
-    refused(
-        cached_attention,
-        q,
-        k,
-        v,
-        lengths.astype(jnp.float32),
-        match="lengths .batch,. in integers, got",
-    )
-    refused(cached_attention, q.astype(jnp.bfloat16), k, v, lengths, match="all in float32, bf")
+    for wrong, message in (
+        ((q[:, :, :3], k, v, lengths), r"multiple of key heads.*\(3, 5, 3"),
+        ((q, k, v[:, 1:], lengths), "expected q of shape .batch, time, heads"),
+        ((q, k, v[..., 1:], lengths), "expected k and v of one shape"),
+        ((q, k, v, lengths.astype(jnp.float32)), "lengths .batch,. in integers, got"),
+        ((q.astype(jnp.bfloat16), k, v, lengths), "one dtype for q, k, v, got bfloat16, float32"),
+    ):
+        refused(cached_attention, *wrong, match=f"cached_attention: .*{message}")
     refused(cached_attention, q, k, v, lengths, window=0, match="a window of at least 1, got 0")
     refused(cached_attention, q, k, v, lengths, softcap=0.0, match="a positive softcap, got 0.0")
     sinks = {"sinks_H": jnp.ones(K)}

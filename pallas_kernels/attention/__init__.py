@@ -138,7 +138,7 @@ def flash_attention(
     options = Options(causal, scale, window, deterministic, precision, softcap, query_start)
     masks = Masks(segment_ids, key_range)
     operands = (q_BTHD, k_BSKD, v_BSKE)
-    check(*operands, options, masks, sinks_H, bias)
+    check("flash_attention", *operands, options, masks, sinks_H, bias)
     return _attend(operands, masks, options, return_lse, implementation, sinks_H, bias)
 
 
@@ -183,7 +183,7 @@ def flash_attention_qkv(
         )
     precision, masks = _precision(numerics, precision), Masks(segment_ids)
     options = Options(causal, scale, window, deterministic, precision, softcap)
-    check(*_split((qkv_BT3HD,)), options, masks, sinks_H, None)
+    check("flash_attention", *_split((qkv_BT3HD,)), options, masks, sinks_H)
     return _attend((qkv_BT3HD,), masks, options, return_lse, implementation, sinks_H, None)
 
 

@@ -43,19 +43,11 @@ def with_hints[**P, R](f: Callable[P, R]) -> Callable[P, R]:
     return _arguments.with_hints(hints, ("scale", "window", "softcap", "query_start"))(f)
 
 
-def check_heads(name, q_BTHD, k_BSKD):
-    """Raise for a wrong number of heads: the axes of heads and time may be swapped."""
-    (t, h), k = q_BTHD.shape[1:3], k_BSKD.shape[2]
-    if h % k or h > max(256, t):
-        raise ValueError(
-            f"{name}: expected (batch, time, heads, head_dim) with heads a multiple of key heads, "
-            f"got {q_BTHD.shape}, {k_BSKD.shape}: {h} heads of {t} tokens. {SWAP}"
-        )
+def check(name, q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias=None):
+    """Raise for wrong shapes, dtypes and options of the function `name`."""
 
-
-def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
     def expected(expectation, got):
-        raise ValueError(f"flash_attention: expected {expectation}, got {got}")
+        raise ValueError(f"{name}: expected {expectation}, got {got}")
 
     shapes = f"{q_BTHD.shape}, {k_BSKD.shape}, {v_BSKE.shape}"
     if not (
@@ -70,20 +62,25 @@ def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
             "head_dim), with keys, heads and channels",
             shapes,
         )
-    check_heads("flash_attention", q_BTHD, k_BSKD)
+    (t, h), k = q_BTHD.shape[1:3], k_BSKD.shape[2]
+    if h % k or h > max(256, t):  # the axes of heads and time may be swapped
+        expected(
+            "(batch, time, heads, head_dim) with heads a multiple of key heads",
+            f"{q_BTHD.shape}, {k_BSKD.shape}: {h} heads of {t} tokens. {SWAP}",
+        )
     if not q_BTHD.dtype == k_BSKD.dtype == v_BSKE.dtype:
         expected("one dtype for q, k, v", f"{q_BTHD.dtype}, {k_BSKD.dtype}, {v_BSKE.dtype}")
     if q_BTHD.dtype not in DTYPES:
         expected("float32, bfloat16 or float16", q_BTHD.dtype)
-    (b, t, h, _), s = q_BTHD.shape, k_BSKD.shape[1]
+    b, s = k_BSKD.shape[:2]
 
-    def integers(name, x, shape):
+    def integers(argument, x, shape):
         if x.shape != shape or not jnp.issubdtype(x.dtype, jnp.integer):
-            expected(f"{name} of shape {shape} in integers", f"{x.shape} in {x.dtype}")
+            expected(f"{argument} of shape {shape} in integers", f"{x.shape} in {x.dtype}")
 
     if isinstance(masks.segment_ids, tuple):
-        for x, length, name in zip(masks.segment_ids, (t, s), ("queries", "keys"), strict=True):
-            integers(f"segment_ids of {name}", x, (b, length))
+        for x, length, of in zip(masks.segment_ids, (t, s), ("queries", "keys"), strict=True):
+            integers(f"segment_ids of {of}", x, (b, length))
     elif masks.segment_ids is not None:
         integers("segment_ids", masks.segment_ids, (b, t))
         if t != s:
@@ -96,7 +93,7 @@ def check(q_BTHD, k_BSKD, v_BSKE, options, masks, sinks_H, bias):
             expected("a window of two integers of at least 0 or None", f"{window=}")
     elif window is not None and not (options.causal and _is_integer(window, 1)):
         raise ValueError(
-            "flash_attention: a window needs causal=True and an integer size of at least 1, got "
+            f"{name}: a window needs causal=True and an integer size of at least 1, got "
             f"causal={options.causal} {window=}. Without causal, pass window=(left, right)"
         )
     if options.softcap is not None and not options.softcap > 0:

@@ -35,7 +35,8 @@ from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Integer
 from pallas_kernels.attention import flash_attention
 from pallas_kernels.attention import reference as attention_reference
-from pallas_kernels.attention.arguments import SWAP, check_heads, with_hints
+from pallas_kernels.attention.arguments import check, with_hints
+from pallas_kernels.attention.masks import Masks, Options
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
 NO_DERIVATIVE = "this back end has no derivative; pass implementation='xla'"
@@ -156,33 +157,16 @@ def _in_jax(f, q_BTHD, k_BSKD, v_BSKD, lengths_B, *, window=None, **options):
 
 
 def _check(q_BTHD, k_BSKD, v_BSKD, lengths_B, window, softcap, sinks_H):
-    arrays = {"q": q_BTHD, "k": k_BSKD, "v": v_BSKD, "lengths": lengths_B}
-    got = ", ".join(f"{name} {x.shape} in {x.dtype}" for name, x in arrays.items())
-    if not (
-        q_BTHD.ndim == k_BSKD.ndim == 4
-        and k_BSKD.shape == v_BSKD.shape
-        and (q_BTHD.shape[0], q_BTHD.shape[3]) == (k_BSKD.shape[0], k_BSKD.shape[3])
-        and min(*q_BTHD.shape[2:], k_BSKD.shape[2]) >= 1
-        and lengths_B.shape == q_BTHD.shape[:1]
-        and jnp.issubdtype(lengths_B.dtype, jnp.integer)
-    ):
+    arrays = q_BTHD, k_BSKD, v_BSKD
+    check("cached_attention", *arrays, Options(softcap=softcap), Masks(None), sinks_H)
+    integers = jnp.issubdtype(lengths_B.dtype, jnp.integer)
+    if not (k_BSKD.shape == v_BSKD.shape and lengths_B.shape == q_BTHD.shape[:1] and integers):
         raise ValueError(
-            "cached_attention: expected q (batch, queries, heads, head_dim), k and v (batch, "
-            f"positions, key heads, head_dim), and lengths (batch,) in integers, got {got}. {SWAP}"
-        )
-    check_heads("cached_attention", q_BTHD, k_BSKD)
-    if not q_BTHD.dtype == k_BSKD.dtype == v_BSKD.dtype or q_BTHD.dtype not in _dispatch.DTYPES:
-        raise ValueError(
-            "cached_attention: expected q, k and v all in float32, bfloat16 or float16, got " + got
+            "cached_attention: expected k and v of one shape and lengths (batch,) in integers, got "
+            f"{k_BSKD.shape}, {v_BSKD.shape}, and {lengths_B.shape} in {lengths_B.dtype}"
         )
     if window is not None and not (isinstance(window, SupportsIndex) and window >= 1):
         raise ValueError(f"cached_attention: expected a window of at least 1, got {window}")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"cached_attention: expected a positive softcap, got {softcap}")
-    if sinks_H is not None and sinks_H.shape != q_BTHD.shape[2:3]:
-        raise ValueError(
-            f"cached_attention: expected sinks_H of shape {q_BTHD.shape[2:3]}, got {sinks_H.shape}"
-        )
 
 
 # ----------------------------------------------------------------------------------------- examples
