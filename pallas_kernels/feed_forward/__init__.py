@@ -63,9 +63,9 @@ from pallas_kernels.gemm.numerics import (
     numerics_of,
     split_like,
 )
-from pallas_kernels.gemm.operands import Operand, as_row, check_dtypes, exact, separate
+from pallas_kernels.gemm.operands import Operand, as_row, exact, separate
 from pallas_kernels.gemm.sums import sum_rows
-from pallas_kernels.linear import checked_linear
+from pallas_kernels.linear import check, checked_linear
 
 Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
@@ -170,7 +170,7 @@ def activated_mlp(
 def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation):
     given, x = x, exact(x)
     w_IO = w.T if output_major else w
-    _check("mlp", x, w_IO, b)
+    check("mlp", x, w_IO, b)
     if w2.ndim != 2 or w2.shape[0] != w_IO.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
         raise ValueError(
             f"mlp: expected w2 (O, C) with O={w_IO.shape[1]}, of x's dtype or float32, got "
@@ -313,7 +313,7 @@ class Options:
 
 
 def _linear(kernel, activation, x, w, b, implementation, numerics):
-    _check(kernel, x, w, b)
+    check(kernel, x, w, b)
     backend = _select(kernel, implementation, (x, w, b), numerics)
     if backend == "reference":
         return reference(x, w, b, activation=activation).astype(x.dtype)
@@ -480,17 +480,6 @@ def hidden_gradient(options, dh_NO, saved_NO, b_O, dy: Operand | None = None, ag
     du_NO = exact_NO.astype(dtype)
     db_O = None if b_O is None else sum_rows(du_NO if numerics.quantized else exact_NO)
     return numerics.hidden_gradient(options.activation, du_NO, dy), db_O, None
-
-
-def _check(name, x, w, b):
-    if not (x.ndim >= 1 and w.ndim == 2 and x.shape[-1] == w.shape[0]) or (
-        b is not None and b.shape != w.shape[1:]
-    ):
-        raise ValueError(
-            f"{name}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, {w.shape}, "
-            f"{None if b is None else b.shape}"
-        )
-    check_dtypes(name, x, "w and b", w, b)
 
 
 # ----------------------------------------------------------------------------------------- examples

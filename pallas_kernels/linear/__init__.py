@@ -81,16 +81,7 @@ def linear(
 def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics):
     """Compute `linear`. `kernel` is the name of the public function in error messages."""
     given, x = x, exact(x)
-    ws = jax.tree.leaves(w)
-    outputs = sum(w.shape[-1] for w in ws if w.ndim)
-    if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
-        b is not None and b.shape != (outputs,)
-    ):
-        raise ValueError(
-            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, "
-            f"{', '.join(str(w.shape) for w in ws)}, {None if b is None else b.shape}"
-        )
-    check_dtypes(kernel, x, "w and b", ws, b)
+    outputs = check(kernel, x, w, b)
     backend = _dispatch.select("linear", implementation, arrays=(x, w, b), numerics=numerics)
     if backend == "reference":
         y_NO = reference(x.reshape(math.prod(x.shape[:-1]), x.shape[-1]), w, b).astype(x.dtype)
@@ -101,6 +92,21 @@ def checked_linear(kernel: str, x, w, b, implementation: str, numerics: Numerics
         return numerics.call(kernel, _linear, *args).reshape(*x.shape[:-1], outputs)
 
     return automatic(call, x, w)(given, w, b)
+
+
+def check(kernel: str, x, w, b) -> int:
+    """Raise for wrong shapes and dtypes of a linear layer. Return the number of outputs."""
+    ws = jax.tree.leaves(w)
+    outputs = sum(w.shape[-1] for w in ws if w.ndim)
+    if not (x.ndim >= 1 and all(w.ndim == 2 and x.shape[-1] == w.shape[0] for w in ws)) or (
+        b is not None and b.shape != (outputs,)
+    ):
+        raise ValueError(
+            f"{kernel}: expected x (..., I), w (I, O) and b (O,), got {x.shape}, "
+            f"{', '.join(str(w.shape) for w in ws)}, {None if b is None else b.shape}"
+        )
+    check_dtypes(kernel, x, "w and b", ws, b)
+    return outputs
 
 
 def reference(x_NI, w, b_O=None):
