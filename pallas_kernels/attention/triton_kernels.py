@@ -16,10 +16,8 @@ from pallas_kernels.attention.triton_tf32 import (
     rounded,
     transposed_offset,
 )
+from pallas_kernels.row_softmax.triton import LOWEST
 
-# Below every finite score and above −∞, so −∞ − LOWEST is −∞. A row that has not seen a key yet
-# needs no guard against ∞ − ∞.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
 # Rounded to TF32, finite fp32 numbers from this one on are ∞.
 TOO_LARGE = tl.constexpr(2.0**127 * (2 - 2.0**-11))
 

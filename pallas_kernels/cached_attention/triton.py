@@ -16,11 +16,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-
-LOG2E = tl.constexpr(1.4426950408889634)
-# Below every finite score and above −∞, so −∞ − LOWEST is −∞. A row that has not seen a key yet
-# needs no guard against ∞ − ∞.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+from pallas_kernels.row_softmax.triton import LOG2E, LOWEST
 
 PROGRAMS = 528
 """Programs that fill the GPU: 4 on each of the 132 SMs of an H100."""

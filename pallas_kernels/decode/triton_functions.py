@@ -19,9 +19,8 @@ latency of the loads overlaps with the latency of the exchange.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-# Initial maximum of a softmax, finite so that no lane computes −∞ − (−∞), which is NaN.
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+from pallas_kernels.row_softmax.triton import LOG2E
+
 ABSENT = tl.constexpr(-1)
 # Row numbers up to 2²⁴ are exact in fp32.
 MOST_PROGRAMS = tl.constexpr(256)

@@ -20,8 +20,6 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.decode.triton_functions import (
-    LOG2E,
-    LOWEST,
     address,
     embedding,
     gelu,
@@ -30,6 +28,7 @@ from pallas_kernels.decode.triton_functions import (
     online_softmax,
     prefetch,
 )
+from pallas_kernels.row_softmax.triton import LOG2E, LOWEST
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _dispatch, _triton
+from pallas_kernels.gemm.triton import clipped
 
 # Measured on an H200 (docs/kernels/norm.md). Channels per thread. The backward pass also has warps
 # per SM and pipeline stages, by the item size of total: four-byte rows need no copies ahead.
@@ -144,8 +145,7 @@ def norm_forward(
         if CENTRED:
             y += bias[k].to(tl.float32)
         if Y_SCALE is not None:
-            y = tl.maximum(y * Y_SCALE, -Y_LARGEST, propagate_nan=tl.PropagateNan.ALL)
-            y = tl.minimum(y, Y_LARGEST, propagate_nan=tl.PropagateNan.ALL)
+            y = clipped(y * Y_SCALE, Y_LARGEST)
         store_chunk(y_ptr, y, first, k, N, C, ROWS, LANES)
 
 

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
+from pallas_kernels.row_softmax.triton import LOG2E
 
 BLOCK = 8192
 """Largest number of logits of a tile of the first pass."""
@@ -26,7 +27,6 @@ FEW = 128
 """Largest number of candidates of top-k that are compared pairwise."""
 ELEMENTS = 16
 """Logits per thread in a tile of the first pass."""
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def sample_token(logits_BV, uniform_B, temperature, top_k, top_p):
