@@ -264,12 +264,7 @@ class Block:
 
     def load(self) -> None:
         """Load the queries, keys and values of all work items."""
-        k_ring, v_ring, q_ring, groups = (
-            self.k_ring,
-            self.v_ring,
-            self.q_ring,
-            self.sizes.warpgroups,
-        )
+        q_ring, groups = self.q_ring, self.sizes.warpgroups
         plgpu.set_max_registers(REGISTERS[self.sizes.head_dim][1], action="decrease")
 
         def one_item(i, entry, fills):
@@ -292,8 +287,8 @@ class Block:
         # The thread block must not end before all arrivals on its barriers.
         @pl.loop(jnp.maximum(fills - STAGES, 0), fills)
         def _(n):
-            k_ring.wait_released(k_ring.slot(n))
-            v_ring.wait_released(v_ring.slot(n))
+            for ring in (self.k_ring, self.v_ring):
+                ring.wait_released(ring.slot(n))
 
         @pl.loop(jnp.maximum(self.items - Q_SLOTS, 0), self.items)
         def _(i):
