@@ -421,7 +421,13 @@ def test_lowers_inside_of_a_model(batch, time):
 
 
 @pytest.mark.parametrize(
-    "shape, window", [((64, 1024, 3, 12, 64), None), ((1, 49152, 3, 6, 128), 1408)], ids=str
+    "shape, window",
+    [
+        ((64, 1024, 3, 12, 64), None),
+        ((1, 49152, 3, 6, 128), 1408),
+        ((2, 300, 3, 2, 128), None),  # an odd number of blocks of 128 keys
+    ],
+    ids=str,
 )
 def test_documents_lower_for_an_h200(shape, window):
     qkv = jax.ShapeDtypeStruct(shape, jnp.bfloat16)

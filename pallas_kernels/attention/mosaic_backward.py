@@ -157,7 +157,8 @@ def _table(sizes: Sizes, heads: int, bounds):
     if bounds is not None:
         j = jnp.arange(sizes.key_blocks, dtype=jnp.int32)
         keys = sizes.block_keys
-        ends = bounds.first_BT[:, ::keys], bounds.last_BT[:, keys - 1 :: keys]
+        end = sizes.key_blocks * keys  # the bounds may be padded beyond the last block of keys
+        ends = bounds.first_BT[:, :end:keys], bounds.last_BT[:, keys - 1 : end : keys]
         costs_BI = sizes.group * jax.vmap(jax.vmap(steps), (None, 0, 0))(j, *ends) + 1
         costs_BI = costs_BI.sum(1, keepdims=True) if sizes.whole_heads else costs_BI
         return documents.schedule_by_cost(costs_BI, sizes.key_heads, sizes.blocks)
