@@ -127,7 +127,7 @@ def _order(call: Facts, partitioned: bool) -> tuple[str, ...]:
     """
     if call.not_in_cudnn or call.sinks:
         return "mosaic", "triton", "xla"
-    if call.head_dim > 128:  # benchmarks/results/attention_options.json (H100)
+    if call.head_dim > 128:  # results/kernels/attention_options.json (H100)
         return "cudnn", "triton", "xla"
     fp32 = "fp32" if is_true_fp32(call.precision) else "tf32"
     matmul = "16" if jnp.dtype(call.dtype).itemsize == 2 else fp32
