@@ -249,12 +249,13 @@ def test_a_window_of_one(mosaic_on_cpu):
     BACKWARD(ONE, args=(args, (dout / FP16(16), dlse)), window=1)
 
 
-def test_very_negative_scores(mosaic_on_cpu):
+@pytest.mark.parametrize("mask", [{}, {"segment_ids": ids_of([40, 60])}], ids=["", "documents"])
+def test_very_negative_scores(mosaic_on_cpu, mask):
     """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more
     likely than any key."""
     (q, k, v), directions = inputs((1, 100, 1, 1, 64), FP16)
     args = (jnp.abs(q) * FP16(8), -jnp.abs(k) * FP16(8), v), directions
-    ours = BACKWARD(ONE, args=args, causal=False)
+    ours = BACKWARD(ONE, args=args, causal=False, **mask)
     assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
 
 

@@ -145,9 +145,12 @@ def query_blocks(bounds: Ranges, keys: int, m: int, n: int) -> jax.Array:
 
 
 def padded(bounds: Documents) -> Documents:
-    """Repeat the last token's bounds up to a multiple of `TILE`."""
-    pad = [(0, 0), (0, -bounds.first_BT.shape[1] % TILE)]
-    return Documents(*(jnp.pad(x, pad, mode="edge") for x in bounds))
+    """Pad the bounds to a multiple of `TILE`. No query sees a key of the padding, whose score 0 may
+    be infinitely more likely than the scores of the other keys."""
+    length = bounds.first_BT.shape[1]
+    pad = [(0, 0), (0, -length % TILE)]
+    first_BT = jnp.pad(bounds.first_BT, pad, constant_values=length)
+    return Documents(first_BT, jnp.pad(bounds.last_BT, pad, mode="edge"))
 
 
 def schedule_by_cost(costs_BI: jax.Array, heads: int, blocks: int) -> jax.Array:
