@@ -48,7 +48,7 @@ def check(*shape):
     np.testing.assert_allclose(dq8, exact, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("time, head_dim", [(256, 64), (128, 128)])
+@pytest.mark.parametrize("time, head_dim", [(384, 64), (128, 128)])
 def test_on_a_cpu(mosaic_on_cpu, time, head_dim):
     check(1, time, 2, head_dim)
 
@@ -128,6 +128,6 @@ def test_where_it_can_be_stored(monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("batch, time, heads, head_dim", [(22, 1024, 12, 64), (32, 512, 8, 128)])
+@pytest.mark.parametrize("batch, time, heads, head_dim", [(22, 1152, 12, 64), (32, 512, 8, 128)])
 def test_on_a_gpu(batch, time, heads, head_dim):
     check(batch, time, heads, head_dim)
