@@ -4,8 +4,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import seen
-from reference.attention import defined
 
 from gptjax.models.layers import KVCache, attention_pattern
 from pallas_kernels import flash_attention as attention
@@ -34,16 +32,37 @@ def qkv(dtype=jnp.float32):
     ]
 
 
-def exact(*, window=None, **options):
-    """Return O and P in fp64."""
-    out, _, pattern = defined(*qkv(), seen((B, T, T), window=window), **options)
-    return out, pattern
+def defined(q, k, v, segments=None, *, window=None, sinks_H=None, softcap=None, scale=None):
+    """Return P and O, in fp64, one query and one head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    pattern, out = np.zeros((B, H, T, T)), np.zeros((B, T, H, D))
+    for b, h, t in np.ndindex(B, H, T):
+        first = 0 if window is None else max(0, t + 1 - window)
+        while segments is not None and len(set(segments[b, first : t + 1])) > 1:
+            first += 1
+        scores = k[b, first : t + 1, h // (H // K)] @ q[b, t, h] * (scale or D**-0.5)
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        sink = 0 if sinks_H is None else np.exp(np.float64(sinks_H[h]))
+        p = np.exp(scores) / (np.exp(scores).sum() + sink)
+        pattern[b, h, t, first : t + 1] = p
+        out[b, t, h] = p @ v[b, first : t + 1, h // (H // K)]
+    return pattern, out
 
 
 def in_cache(q, k, v, parts=(0, 5, 6, 13), **options):
     cache = KVCache.empty((B, T + 3, K, D), k.dtype)
     sliced = [[x[:, a:b] for x in (q, k, v)] for a, b in zip(parts, parts[1:], strict=False)]
     return jnp.concatenate([cache.attend(*part, **options) for part in sliced], axis=1)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_attention_is_its_definition(options, segmented):
+    segments = np.repeat([[7, 3, 7, 1]], B, 0).repeat([2, 5, 1, 5], 1) if segmented else None
+    _, expected = defined(*qkv(), segments, **options)
+    ids = None if segments is None else jnp.asarray(segments)
+    y = attention(*qkv(), segment_ids=ids, precision="highest", **options)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6)
 
 
 def test_the_cache_equals_the_pass_without_a_cache(options):
@@ -59,10 +78,10 @@ def test_the_cache_equals_the_pass_without_a_cache(options):
 
 
 def test_bf16_is_within_twice_the_error_of_plain_attention(options):
-    expected, _ = exact(**options)
-    without = {name: x for name, x in options.items() if name != "sinks_H"}
-    plain, _ = exact(**without)
-    error = np.abs(np.float64(attention(*qkv(jnp.bfloat16), **without)) - plain).max()
+    _, expected = defined(*qkv(), **options)
+    exact = {name: x for name, x in options.items() if name != "sinks_H"}
+    _, plain = defined(*qkv(), **exact)
+    error = np.abs(np.float64(attention(*qkv(jnp.bfloat16), **exact)) - plain).max()
     for y in (attention(*qkv(jnp.bfloat16), **options), in_cache(*qkv(jnp.bfloat16), **options)):
         assert y.dtype == jnp.bfloat16
         assert np.abs(np.float64(y) - expected).max() < 2 * error + 1e-6
@@ -84,8 +103,8 @@ def test_gradients_are_those_of_the_cache(options):
 
 
 def test_the_pattern_is_the_definition(options):
-    q, k, _ = qkv()
-    _, expected = exact(**options)
+    q, k, v = qkv()
+    expected, _ = defined(q, k, v, **options)
     np.testing.assert_allclose(
         attention_pattern(q, k, precision="highest", **options), expected, rtol=0, atol=1e-6
     )

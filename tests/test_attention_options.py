@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import seen, set_tiles
+from attention_tools import set_tiles
 from comparison_tools import max_abs, rms
 from kernel_tools import forget_races, lower_for_h200, triton_kernels
 from reference.attention import textbook_of_options
@@ -20,6 +20,26 @@ from pallas_kernels import flash_attention, flash_attention_qkv
 
 FP32, FP16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 ARRAYS = ("sinks_H", "bias")
+
+
+def seen(shape, *, causal=True, window=None, segment_ids=None, key_range=None, query_start=None):
+    """B·T·S: whether query t sees key s, from the definition."""
+    b, t, s = shape[:3]
+    start = s - t if query_start is None else query_start
+    position, key = np.arange(t)[:, None] + start, np.arange(s)[None]
+    left, right = window if isinstance(window, tuple) else ((window or s + t + 99) - 1, None)
+    mask = np.broadcast_to((key <= position) | (not causal), (b, t, s)).copy()
+    if window is not None:
+        mask &= (left is None) | (key >= position - (left or 0))
+        mask &= (right is None) | (key <= position + (right or 0))
+    if isinstance(segment_ids, tuple):
+        mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None]
+    elif segment_ids is not None:
+        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)
+        mask &= run[:, :, None] == run[:, None]
+    if key_range is not None:
+        mask &= (key_range[0][:, :, None] <= key) & (key <= key_range[1][:, :, None])
+    return mask
 
 
 def arguments(shape, dtype, options, seed=0):
