@@ -93,10 +93,8 @@ def delta_kernel(
     ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    # Heads of the same rows run concurrently: the rows of all heads are contiguous in memory. Last
-    # rows first: the matmul that computes dO wrote them last, and part of them is in the L2 cache.
-    program = tl.num_programs(0) - 1 - tl.program_id(0)
-    h, block = program % H, program // H
+    # Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
+    h, block = tl.program_id(0) % H, tl.program_id(0) // H
     t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
     at = b * T * H * D + h * D
     CHECKED: tl.constexpr = T < BLOCKS * M
