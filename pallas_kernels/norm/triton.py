@@ -100,9 +100,7 @@ def norm_forward(
     LANES: tl.constexpr,
 ):
     CENTRED: tl.constexpr = bias_ptr is not None
-    # Last rows first, also in the backward pass: the last rows that the previous kernel of a step
-    # wrote may be in the L2 cache.
-    i, first = tl.arange(0, ROWS), (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    i, first = tl.arange(0, ROWS), tl.program_id(0) * ROWS
     if scale_ptr is not None:
         scale = load_tile(scale_ptr, 0, 1, C, 1, CHUNKS, LANES)
     if CENTRED:
@@ -178,8 +176,7 @@ def norm_backward(
             dbias += (tl.zeros((ROWS, LANES), tl.float32),)
         if RESIDUAL_BIAS:
             dresidual_bias += (tl.zeros((ROWS, LANES), tl.float32),)
-    for start in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
-        first = (N - 1) // ROWS * ROWS - start
+    for first in tl.range(tl.program_id(0) * ROWS, N, tl.num_programs(0) * ROWS, num_stages=STAGES):
         dy = load_tile(dy_ptr, first, N, C, ROWS, CHUNKS, LANES)
         total = load_tile(total_ptr, first, N, C, ROWS, CHUNKS, LANES)
         if dtotal_ptr is not None:
