@@ -59,7 +59,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, store_transposed, swizzled
+from pallas_kernels._mosaic import LOG2_E, Ring, pl, plgpu, scratch, store_transposed, swizzled
 from pallas_kernels.attention.mosaic_forward_kernel import divmod_int32, operand
 from pallas_kernels.attention.mosaic_masks import COLUMNS, HALF, Mask, fill_columns
 
@@ -150,22 +150,12 @@ class Sizes:
         return first, stop
 
 
-class Scratch(
-    collections.namedtuple(
-        "Scratch",
-        "q dout rows k v ds sums out columns q_full q_empty k_full k_empty ds_full ds_empty "
-        "sums_full",
-    )
-):
-    """Shared memory and barriers, in the order of their allocation."""
-
-
-def scratch_types(sizes: Sizes, fp8: bool) -> Scratch:
+def scratch_types(sizes: Sizes, fp8: bool) -> Any:
     """Return the types of the shared memory and the barriers; `fp8` as in `Block`."""
     head_dim, dtype = sizes.head_dim, sizes.dtype
     stages, score_stages, keys = STAGES[head_dim], SCORE_STAGES[head_dim], sizes.block_keys
     part = (2, HALF, HALF) if fp8 else (HALF, HALF)
-    return Scratch(
+    return scratch(
         q=swizzled((stages, HALF, head_dim), dtype),
         dout=swizzled((stages, HALF, head_dim), dtype),
         rows=plgpu.SMEM((stages + (head_dim == HALF), 2, HALF), jnp.float32),  # and `columns`
@@ -248,7 +238,7 @@ class Block:
     fp8: Fp8 | None
     gradients: Any
     sums_gmem: Any
-    scratch: Scratch
+    scratch: Any
     me: jax.Array
     block: jax.Array
     items: jax.Array

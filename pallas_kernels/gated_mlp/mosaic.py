@@ -16,12 +16,12 @@ Shapes: M rows, F hidden channels, K or C contracted.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels import _mosaic
 from pallas_kernels._mosaic import pl, plgpu, store_transposed, swizzled
 from pallas_kernels.gemm import mosaic
 from pallas_kernels.gemm.mosaic import (
@@ -43,23 +43,6 @@ BACKWARD = {
     2: Tiles(group=8, slots=1, part_columns=BLOCK),
     1: Tiles(columns=128, group=8, part_columns=BLOCK),
 }
-
-
-class ForwardScratch(NamedTuple):
-    """Scratch of `gated`, in the order of its allocation. None for what is not stored."""
-
-    h: Any
-    gu: Any
-
-
-class BackwardScratch(NamedTuple):
-    """Scratch of `gated_gradient`, in the order of its allocation. None for what is not stored."""
-
-    gu: Any
-    gradients: Any
-    h: Any
-    transposed: Any
-    full: Any
 
 
 def why_not(m: int, inputs: int, hidden: int, outputs: int, itemsize: int) -> str | None:
@@ -133,7 +116,7 @@ def gated(
             jax.ShapeDtypeStruct((m, n // 2), stored.dtype),
             *[jax.ShapeDtypeStruct((m, n), dtype)] * save,
         ],
-        scratch=ForwardScratch(
+        scratch=_mosaic.scratch(
             h=swizzled((*part, BLOCK), stored.dtype),
             gu=swizzled((*part, 2 * BLOCK), dtype) if save else None,
         ),
@@ -235,7 +218,7 @@ def gated_gradient(
             *[jax.ShapeDtypeStruct((2 * f, m), stored.gradient_dtype)] * k_major,
             jax.ShapeDtypeStruct((f, m) if k_major else (m, f), stored.dtype),
         ],
-        scratch=BackwardScratch(
+        scratch=_mosaic.scratch(
             gu=swizzled((*slot, PART_ROWS, 2 * BLOCK), gu_M2F.dtype),
             gradients=swizzled((*slot, 2, *part), stored.gradient_dtype),
             h=swizzled((*slot, *(turned if k_major else part)), stored.dtype),
