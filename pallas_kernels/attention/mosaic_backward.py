@@ -33,10 +33,14 @@ from pallas_kernels.attention.mosaic_forward import padded
 L2_BYTES = 40 * 2**20
 """Bytes of q, dO and dQ in the L2 cache: 80 % of an H100's 50 MB, which an H200 (60 MB) has too."""
 
+FP8_LENGTH = 128
+"""The gradients of packed operands are stored in FP8 for lengths that are multiples of this."""
+
 
 def stores_fp8(batch: int, length: int, heads: int) -> bool:
     """Return whether `backward` can store the gradients of packed operands in FP8."""
-    return length % 128 == 0 and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
+    fits = length % FP8_LENGTH == 0
+    return fits and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
 
 
 def whole_heads_are_faster(heads: int, keys: int, blocks: int) -> bool:
@@ -84,7 +88,7 @@ def backward(
     if whole_heads is None:
         whole_heads = options.deterministic or whole_heads_are_faster(total, keys, sms)
         whole_heads |= fp8_scale is not None  # a shard may have too few heads for the estimate
-    assert fp8_scale is None or (whole_heads and length % 128 == 0 and len(operands) == 1)
+    assert fp8_scale is None or (whole_heads and length % FP8_LENGTH == 0 and len(operands) == 1)
     blocks = min(sms, total if whole_heads else total * pl.cdiv(keys, KEYS[head_dim]))
     shape = (length, keys, key_heads, heads // key_heads, head_dim)
     sizes = Sizes(options, *shape, dout_BTHD.dtype, whole_heads, blocks)
