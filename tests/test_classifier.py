@@ -285,7 +285,8 @@ def test_the_weights_are_constants():
         arrays = jnp.ones((4, 4)), jnp.ones((101, 4)), targets_NM[:4]
         return linear_cross_entropy(*arrays, target_weights=weights_M, weights_N=weights_N).sum()
 
-    weights, message = (jnp.array(WEIGHTS), jnp.ones(4)), "expected constant target_weights and wei"
+    weights = jnp.array(WEIGHTS), jnp.ones(4)
+    message = "expected constant target_weights and weights_N"
     for name, f in (("fused_classifier", classifier), ("linear_cross_entropy", head)):
         for argument in (0, 1):
             with pytest.raises(NotImplementedError, match=f"{name}: {message}"):
