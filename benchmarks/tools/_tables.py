@@ -104,7 +104,8 @@ def step_table(results: Results) -> str:
         (ours,) = (row for row in rows if row["system"] == "gptjax")
         speed = [f"**{figure(ours['tokens/s'])}**", percent(ours["mfu"])]
         (torch,) = (row for row in rows if row["system"] == "torch")
-        compared = torch["error"].split(":")[0] if "error" in torch else ratio(ours["of_torch"])
+        error = torch.get("error", "").split(":")[0]
+        compared = f"PyTorch: {error}" if error else ratio(ours["of_torch"])
         lines.append([label, *speed, f"{ours['needed_gib']:.1f}", compared])
     return markdown(("step", "tokens/s", "MFU", "GiB", "compared with PyTorch"), lines)
 
