@@ -9,7 +9,8 @@ Time:      134 s on one NVIDIA H200, from the command to its end, at 650,024 tok
 Loss:      3.4677 at step 1,000, the mean of 3 seeds (3.4602, 3.4713, 3.4715); 2026-11-24, commits
            71ae0b1, b13d2ab
 
-With 100 steps of warm-up, the mean loss is 3.5625, and runs differ more (docs/precision.md).
+With 100 steps of warm-up, the mean loss is 3.5625, and runs differ more (docs/precision.md). A
+schedule and a rate with a lower loss are in docs/training.md.
 """
 
 from dataclasses import replace

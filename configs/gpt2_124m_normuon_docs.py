@@ -9,8 +9,7 @@ Time:      138 s on one NVIDIA H200, from the command to its end, at 627,188 tok
 Loss:      3.0963 at step 1,000, the mean of 3 seeds (3.0938, 3.1004, 3.0947); 2026-11-24, commits
            71ae0b1, 914275c
 
-docs/normuon.md lists the learning rates that were compared on this corpus in shorter runs, and a
-decay and a rate of the matrices that need fewer steps.
+docs/training.md has a decay and a rate of the matrices that need fewer steps.
 """
 
 from dataclasses import replace

@@ -35,21 +35,21 @@ def test_the_table_of_back_ends_is_what_select_returns(triton):
 
 
 def test_a_changed_figure_and_a_missing_table_are_found(tmp_path, monkeypatch, capsys):
-    page = ROOT / "docs" / "normuon.md"
+    page = ROOT / "docs" / "training.md"
     text = page.read_text(encoding="utf-8")
-    changed = text.replace("| 4.251 (", "| 4.151 (")
+    changed = text.replace("| 3.091 ±", "| 3.081 ±")
     assert tool.current(page, changed) == text != changed
     with pytest.raises(ValueError, match=r"expected the tables \['learning'\], found \[\]"):
         tool.current(page, tool.TABLE.sub("", text))
-    copy = tmp_path / "docs" / "normuon.md"
+    copy = tmp_path / "docs" / "training.md"
     copy.parent.mkdir(parents=True)
     copy.write_text(changed, encoding="utf-8")
     monkeypatch.setattr(tool, "pages", lambda: [copy])
-    monkeypatch.setattr(tool, "current", lambda page, text: text.replace("4.151", "4.251"))
+    monkeypatch.setattr(tool, "current", lambda page, text: text.replace("3.081", "3.091"))
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     assert tool.main(["--check"]) == 1 and copy.read_text(encoding="utf-8") == changed
     assert tool.main([]) == 0 and copy.read_text(encoding="utf-8") != changed
-    assert "docs/normuon.md: not current" in capsys.readouterr().out
+    assert "docs/training.md: not current" in capsys.readouterr().out
 
 
 def test_a_caption_has_the_origin_as_the_files_have_it():

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import _back_ends
+import learning
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -23,9 +24,15 @@ class Results:
         self.read: dict[str, dict] = {}
 
     def __getitem__(self, name: str) -> dict:
-        """Return the result benchmarks/results/NAME.json."""
+        """Return the result NAME.json, or the records of NAME.jsonl as its "rows"."""
         if name not in self.read:
-            self.read[name] = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+            path = FOLDER / f"{name}.json"
+            if path.exists():
+                self.read[name] = json.loads(path.read_text(encoding="utf-8"))
+            else:
+                records = learning.read_records(path.with_suffix(".jsonl"))
+                last = {key: records[-1][key] for key in ("device", "date")}
+                self.read[name] = last | {"date": last["date"][:10], "rows": records}
         return self.read[name]
 
     def caption(self) -> str:
@@ -37,7 +44,7 @@ class Results:
             return ""
         devices = dict.fromkeys(hardware(name, result) for name, result in self.read.items())
         dates = sorted({result["date"] for result in self.read.values()})
-        names = [FOLDER / f"{name}.json" for name in self.read]
+        names = [next(FOLDER.glob(f"{name}.json*")) for name in self.read]
         common = names[0] if len(names) == 1 else Path(os.path.commonpath(names))
         link = f"[{common.name}]({os.path.relpath(common, self.page.parent)})"
         return f"{'; '.join(devices)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {link}"
@@ -139,24 +146,23 @@ def scaling_table(results: Results) -> str:
     return markdown(head, lines)
 
 
+RUNS = "learning/runs_optimizer_track"
+# Groups of learning_final_plan.toml with 1,000 steps.
+OPTIMIZERS = {"AdamW": "AdamW", "Muon": "Muon", "NorMuon": "NorMuon", "NorMuon_tuned": "NorMuon"}
+
+
 def learning_table(results: Results) -> str:
-    """NorMuon and AdamW: validation loss after the last step."""
+    """Settings of each optimizer, and the loss after the last step."""
+    groups = learning.by_group(results[RUNS]["rows"])
     lines = []
-    for name, found in results["learning/learning"]["result"].items():
-        rates = found.get("learning_rates") or [found["learning_rate"]]
-        seeds = ", ".join(f"{loss:.3f}" for loss in found["seeds"])
-        reached = found.get("step_of_adamw_final")
-        lines.append(
-            [
-                "NorMuon" if "normuon" in name else "AdamW",
-                found["steps"],
-                ", ".join(f"{rate:g}" for rate in rates),
-                f"{found['final']:.3f} ({seeds})",
-                f"{reached:.0f}: {found['fraction_of_steps']:.2f} of AdamW's" if reached else "",
-            ]
-        )
-    head = ("optimizer", "steps", "learning rates", "validation loss, mean (seeds)")
-    return markdown([*head, "step with AdamW's final loss"], lines)
+    for group, name in OPTIMIZERS.items():
+        runs = list(groups[group].values())
+        options = runs[0]["command"].removeprefix("python train.py ").rsplit(" --seed", 1)[0]
+        loss, half = learning.interval([learning.final(run) for run in runs])
+        ms = statistics.fmean(run["ms"] for run in runs)
+        lines.append([name, f"`{options}`", f"{loss:.3f} ± {half:.3f} ({len(runs)})", f"{ms:.1f}"])
+    head = ("optimizer", "options", "loss ± 95 % (seeds)", "ms a step")
+    return markdown(head, lines)
 
 
 def separate_ratios(results: Results) -> list[float]:
@@ -176,7 +182,9 @@ def overview_table(results: Results) -> str:
     cold, warm = map(statistics.fmean, starts)
     two = [r for r in results["scaling"]["compared"] if r["batch"] == 64][0]
     scaled = percent(two["one_gpu_ms"] / two["measured_ms"])
-    normuon = [v for k, v in results["learning/learning"]["result"].items() if "normuon" in k][0]
+    groups = learning.by_group(results[RUNS]["rows"])
+    rival = [groups[f"NorMuon_tuned_{steps}"] for steps in (480, 400)]
+    share = statistics.fmean(learning.share_of_steps(groups["AdamW"], rival))
     slowest, *others, fastest = sorted(separate_ratios(results))
     shapes = f"{len(others) + 2} shapes"
     generation = results["generate/batch_64"]["rows"][0]
@@ -192,7 +200,7 @@ def overview_table(results: Results) -> str:
         [f"attention on an H100, compared with cuDNN: slowest of {shapes}", f"{slowest:.2f} ×"],
         ["the same: fastest", f"{fastest:.2f} ×"],
         ["generation, 64 sequences, compared with transformers", ratio(generation["of_torch"])],
-        ["NorMuon: share of AdamW's steps for AdamW's loss", f"{normuon['fraction_of_steps']:.2f}"],
+        ["NorMuon: share of AdamW's steps for AdamW's loss", f"{share:.2f}"],
     ]
     return markdown(("quantity, GPT-2 124M on an H200", "result"), lines)
 
@@ -229,6 +237,6 @@ TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
     "recompute": (DOCS / "precision.md", recompute_table),
     "scaling": (DOCS / "several_gpus.md", scaling_table),
     "fp8_step": (DOCS / "precision.md", fp8_step_table),
-    "learning": (DOCS / "normuon.md", learning_table),
+    "learning": (DOCS / "training.md", learning_table),
     "back_ends": (DOCS / "cards.md", back_ends_table),
 }

@@ -131,7 +131,8 @@ def draw_runs(records: list[dict], path: Path) -> None:
             mean, least, greatest = losses.mean(0), losses.min(0), losses.max(0)
             # The first fifth, where losses fall steeply, would hide the differences.
             high = max(high, mean[xs[0] >= xs[0][-1] / 5][0])
-            final = f"{mean[-1]:.4f} ± {losses[:, -1].std(ddof=1):.4f} ({len(losses)} seeds)"
+            final = "{:.3f} ± {:.3f}".format(*learning.interval(losses[:, -1]))
+            final += f" (95 %, {len(losses)} seeds)"
             for axes, x in zip(both, xs, strict=True):
                 (line,) = axes.plot(x, mean, label=f"{name.replace('_', ' ')}: {final}")
                 axes.fill_between(x, least, greatest, color=line.get_color(), alpha=0.3)
