@@ -39,7 +39,7 @@ from gptjax.bench import BenchError, harness, results
 from gptjax.bench import __main__ as bench
 from gptjax.config import Config
 from gptjax.data.shards import open_shard
-from gptjax.models.gpt2 import PRESETS, GPT2Config
+from gptjax.models.gpt2 import GPT2Config
 from gptjax.models.llama3 import Llama3Config
 from gptjax.optim import switch_algorithm
 from gptjax.precision import Precision
@@ -405,15 +405,15 @@ def llmc(tmp_path):
 
 def test_a_turn_is_one_run_whose_first_steps_are_left_out(llmc, tmp_path, monkeypatch):
     monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.006)
-    config = config_of(PRESETS["gpt2"])
-    theirs = LlmcStep(llmc.write(), config, jax.devices()[0])
+    model = GPT2Config(block_size=64, n_layer=1, n_head=1, n_embd=16)
+    theirs = LlmcStep(llmc.write(), config_of(model), jax.devices()[0])
     theirs.start()
     rounds = theirs.rounds(0.02)
     assert theirs.peak == (237 + 237 + 1000) * 2**20
     # 3 steps of warm-up and 10 steps in 5 rounds; the last step of the last one is slower.
     assert rounds == pytest.approx([0.002] * 4 + [0.003])
     first, turn = llmc.runs()
-    same = {"-i": "tokens.bin", "-j": "tokens.bin", "-e": "d12", "-b": "4", "-t": "64"}
+    same = {"-i": "tokens.bin", "-j": "tokens.bin", "-e": "model.bin", "-b": "4", "-t": "64"}
     same |= {"-d": "256", "-m": "1", "-g": "1", "-w": "1", "-r": "0"}
     assert first == same | {"-x": "10", "-v": "11", "-s": "11"}
     assert turn == same | {"-x": "13", "-v": "14", "-s": "14"}
@@ -422,7 +422,7 @@ def test_a_turn_is_one_run_whose_first_steps_are_left_out(llmc, tmp_path, monkey
     assert 50_000 < tokens.max() < 50257 and len(np.unique(tokens)) > 10_000
 
 
-def test_another_shape_is_a_checkpoint_in_the_dtype_of_the_build(llmc, tmp_path):
+def test_the_weights_are_a_checkpoint_in_the_dtype_of_the_build(llmc, tmp_path):
     theirs = LlmcStep(llmc.write("TF32"), config_of(MODEL, "tf32"), jax.devices()[0])
     theirs.start()
     (run,) = llmc.runs()
@@ -438,15 +438,19 @@ MANAGED = "print('WARNING: Fell back to cudaMallocManaged when initializing m,v 
 @pytest.mark.parametrize(
     ("precision", "failure", "message"),
     [
-        ("BF16", ENDS, "ended with exit code 1: Error: Failed to open file / File: utils.h$"),
-        ("BF16", r"raise SystemExit('\x1b[2Jgone')", "exit code 1: \ufffd\\[2Jgone$"),
+        ("BF16", ENDS, "with exit code 1 .*: Error: Failed to open file / File: utils.h$"),
+        (
+            "BF16",
+            r"raise SystemExit('\x1b[2Jgone: an error')",
+            "steps: \ufffd\\[2Jgone: an error / ",
+        ),
         ("BF16", MANAGED, "needs more memory than the GPU has free.* smaller --batch$"),
-        ("BF16", "given['-x'] = '9'", "time of each of 10 steps .* 2.0 ms$"),
-        ("FP32", ENDS, "in FP32, expected BF16: run `make train_gpt2cu USE_CUDNN=1 PRECIS"),
+        ("BF16", "given['-x'] = '9'", "the times of 9 of 10 steps: .* 2.0 ms$"),
+        ("FP32", ENDS, "in FP32, expected BF16: run `make train_gpt2cu PRECISION=BF16"),
     ],
 )
 def test_a_failure_is_one_line(llmc, precision, failure, message):
-    theirs = LlmcStep(llmc.write(precision, failure), config_of(PRESETS["gpt2"]), jax.devices()[0])
+    theirs = LlmcStep(llmc.write(precision, failure), config_of(MODEL), jax.devices()[0])
     with pytest.raises(BenchError, match=message) as raised:
         theirs.start()
     assert "\n" not in str(raised.value)
@@ -458,11 +462,11 @@ def test_what_llmc_does_not_have_is_refused(tmp_path):
     assert why_no_llmc(config_of(MODEL)) is None
     normuon = switch_algorithm(Config().optimizer, "normuon")
     refused = {
-        "trains GPT-2, not Llama3Config": config_of(LLAMA),
+        "GPT-2, not Llama3Config": config_of(LLAMA),
         "not fp8: ": config_of(MODEL, "fp8"),
         "AdamW, not normuon": config_of(MODEL, optimizer=normuon),
         "separate documents": config_of(MODEL, separate_documents=True),
-        "multiple of 128, got 64": config_of(dataclasses.replace(MODEL, padded_vocab_size=64)),
+        "multiple of 128, not 64": config_of(dataclasses.replace(MODEL, padded_vocab_size=64)),
     }
     for message, config in refused.items():
         assert message in (why_no_llmc(config) or ""), message
@@ -472,7 +476,6 @@ def test_rows_of_llmc(llmc, card, tmp_path, monkeypatch, capsys):
     row = {"compile_s": 1.0, "needed_gib": 1.0, "kernels": {}, "program": {"fusions": 1}}
     monkeypatch.setattr(harness, "WARM_UP_SECONDS", 0.002)
     monkeypatch.setattr(turns, "TURNS", 2)
-    monkeypatch.setattr(step, "require_gpu", lambda device: None)
     monkeypatch.setattr(step, "why_no_llmc", lambda config: None)
     # Steps of 1 ms: nothing is compiled.
     monkeypatch.setattr(step, "compiled", lambda described, side: described | row)

@@ -4,15 +4,13 @@ https://github.com/karpathy/llm.c: the options and the output are those of train
 prints the time of each step between two CUDA events, from reading the batch to the update.
 """
 
-import os
 import re
-import signal
+import shutil
 import statistics
 import subprocess
 import tempfile
-from collections.abc import Sequence
+import weakref
 from pathlib import Path
-from typing import cast
 
 import jax
 import numpy as np
@@ -27,23 +25,15 @@ from gptjax.training.memory import GIB
 from gptjax.weights.llmc import save_llmc
 
 PROGRAM = "train_gpt2cu"
-BUILD = f"make {PROGRAM} USE_CUDNN=1"
 MIB = 2**20
 # Steps of the run that shows whether llm.c can run, and how long a step is.
 FIRST_STEPS = 10
 # Micro-batches in the token file. llm.c shuffles them, and opens the file again after the last one.
 BATCHES = 64
-# For the start of a run: llm.c draws the weights of the largest GPT-2 on one core of the host.
+# For the start of a run.
 START_SECONDS = 900.0
 # CUDA context and workspaces of the process.
 OVERHEAD_BYTES = GIB
-# The shapes that llm.c builds by name, with `GPT2Config`'s vocabulary and block size.
-DESCRIPTORS = {
-    (12, 12, 768): "d12",
-    (24, 16, 1024): "d24",
-    (36, 20, 1280): "d36",
-    (48, 25, 1600): "d48",
-}
 # By precision: what llm.c prints, its options, and the dtype of the build and its checkpoints.
 # -w: fp32 master weights, a copy that a build in fp32 does not need. -f: TF32.
 PRECISIONS = {
@@ -57,59 +47,35 @@ _ALLOCATED = re.compile(r"^alloca(?:ting|ted) (\d+) MiB for ", re.MULTILINE)
 
 
 def find_program(path: Path) -> Path:
-    """Return the absolute path of llm.c's executable.
-
-    Args:
-        path: the executable or its folder.
+    """Return the absolute path of llm.c's executable, from the path of the file or its folder.
 
     Raises:
-        BenchError: there is no such executable.
+        BenchError: there is no such file.
     """
     program = (path / PROGRAM if path.is_dir() else path).absolute()
     if not program.is_file():
-        raise BenchError(f"--llmc: no file {program}: run `{BUILD}` in llm.c's folder")
-    if not os.access(program, os.X_OK):
         raise BenchError(
-            f"--llmc: {program} is not executable: expected the {PROGRAM} that `{BUILD}` writes"
+            f"--llmc: no file {program}: run `make {PROGRAM} USE_CUDNN=1` in llm.c's folder"
         )
     return program
-
-
-def require_gpu(device: jax.Device) -> None:
-    """Raise BenchError if JAX does not run on a GPU."""
-    if device.platform != "gpu":
-        raise BenchError("--llmc: llm.c needs a GPU, and JAX sees none here: leave out --llmc")
 
 
 def why_no_llmc(config: Config) -> str | None:
     """Return why llm.c has no training step to compare with, or None."""
     model, precision = config.model, config.model.precision.name
-    if type(model) is not GPT2Config:  # a subclass may compute something else
-        return f"llm.c trains GPT-2, not {type(model).__name__}: leave out --llmc"
-    if precision not in PRECISIONS:
-        return f"llm.c has {', '.join(PRECISIONS)}, not {precision}: give another --precision"
-    if config.optimizer.name != "adamw":
-        return f"llm.c has AdamW, not {config.optimizer.name}: set --optimizer adamw"
-    if model.recompute != "none":
-        return f"llm.c does not recompute a {model.recompute}: set --recompute none"
-    if config.separate_documents:
-        return "llm.c's step does not separate documents: leave out --llmc"
-    if model.vocab_size > 2**16:
-        return f"llm.c's tokens are uint16: vocab_size {model.vocab_size} is too large for --llmc"
-    if cast(int, model.padded_vocab_size) % 128:
-        return (
-            f"llm.c needs a padded_vocab_size that is a multiple of 128, got "
-            f"{model.padded_vocab_size}: change it, or leave out --llmc"
-        )
-    return None
-
-
-def descriptor(model: GPT2Config) -> str | None:
-    """Return llm.c's name of a model's shape, or None if llm.c needs a checkpoint for it."""
-    standard = (50257, 50304, 1024)
-    if (model.vocab_size, model.padded_vocab_size, model.block_size) != standard:
-        return None
-    return DESCRIPTORS.get((model.n_layer, model.n_head, model.n_embd))
+    reasons = (
+        # A subclass may compute something else.
+        (type(model) is GPT2Config, f"GPT-2, not {type(model).__name__}"),
+        (precision in PRECISIONS, f"{', '.join(PRECISIONS)}, not {precision}"),
+        (config.optimizer.name == "adamw", f"AdamW, not {config.optimizer.name}"),
+        (model.recompute == "none", f"no recomputation of a {model.recompute}"),
+        (not config.separate_documents, "no separate documents"),
+        (
+            model.padded_vocab_size % 128 == 0,
+            f"a padded_vocab_size that is a multiple of 128, not {model.padded_vocab_size}",
+        ),
+    )
+    return next((f"llm.c has {reason}: leave out --llmc" for ok, reason in reasons if not ok), None)
 
 
 class LlmcStep:
@@ -122,42 +88,41 @@ class LlmcStep:
         config: with one micro-batch per step; `why_no_llmc` of the config is None.
 
     Attributes:
+        options: options of llm.c that decide how a step is computed.
         peak: bytes that llm.c allocated, as it prints them; None before the first run.
     """
 
     def __init__(self, program: Path, config: Config, device: jax.Device):
         self.program, self.config, self.device = program, config, device
+        self.precision, how, self.dtype = PRECISIONS[config.model.precision.name]
+        self.options = ["-e", "model.bin", *how, "-r", "0"]  # -r 0: no activation is recomputed
         self.peak: int | None = None
-        self._step_s = 0.0
-
-    @property
-    def _model(self) -> GPT2Config:
-        return cast(GPT2Config, self.config.model)
-
-    @property
-    def options(self) -> list[str]:
-        """Options of llm.c that decide how a step is computed."""
-        model = descriptor(self._model) or "model.bin"
-        # -r 0: no activation is recomputed.
-        return ["-e", model, *PRECISIONS[self._model.precision.name][1], "-r", "0"]
 
     def start(self) -> None:
-        """Run a few steps: the length of a turn follows from their time.
+        """Write the weights and the tokens, and run a few steps: the length of a turn follows from
+        their time.
 
         Raises:
             BenchError: llm.c failed, or computes in another precision.
         """
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="gptjax-llmc-"))
+        weakref.finalize(self, shutil.rmtree, folder)
+        model = self.config.model
+        count = BATCHES * self.config.micro_batch * self.config.sequence_length + 1
+        tokens = np.random.default_rng(1).integers(model.vocab_size, size=count, dtype=np.uint16)
+        write_shard(folder / "tokens.bin", tokens)
+        # The memory that JAX allocates on the GPU stays allocated, and llm.c needs it.
+        with jax.default_device(jax.devices("cpu")[0]):
+            save_llmc(GPT2(model, rngs=nnx.Rngs(0)), folder / "model.bin", dtype=self.dtype)
         self._step_s = statistics.median(self._run(FIRST_STEPS)[1:])
 
     def rounds(self, seconds: float) -> list[float]:
         """Return the mean seconds of a step in each of several consecutive rounds of one run, after
-        a warm-up; the rounds last about `seconds` together.
+        a warm-up; the rounds last about `seconds` together. Call it after `start`.
 
         Raises:
             BenchError: llm.c failed.
         """
-        if not self._step_s:
-            self.start()
         warm_up = max(1, round(harness.WARM_UP_SECONDS / self._step_s))
         steps = max(1, round(seconds / self._step_s))
         times = self._run(warm_up + steps, seconds)[warm_up:]
@@ -174,127 +139,45 @@ class LlmcStep:
 
     def _run(self, steps: int, seconds: float = 0.0) -> list[float]:
         """Run llm.c and return the seconds of each step."""
-        with tempfile.TemporaryDirectory(prefix="gptjax-llmc-") as name:
-            folder = Path(name)
-            self._write_inputs(folder)
-            try:
-                # There llm.c finds its inputs by names without special characters of a pattern.
-                done = subprocess.run(
-                    [str(self.program), *self._arguments(steps)],
-                    cwd=folder,
-                    stdin=subprocess.DEVNULL,
-                    capture_output=True,
-                    timeout=START_SECONDS + 10 * seconds,
-                    check=False,
-                )
-            except subprocess.TimeoutExpired as error:
-                raise BenchError(
-                    f"llm.c did not end within {error.timeout:g} s: it was stopped"
-                ) from error
-            except OSError as error:
-                raise BenchError(f"{self.program} cannot run: {error.strerror}") from error
-        text, errors = (output.decode(errors="replace") for output in (done.stdout, done.stderr))
-        if done.returncode:
-            self._check_precision(text)  # a likely reason
-            code = done.returncode
-            how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-            raise BenchError(f"llm.c ended with {how}: {_reason(text, errors)}")
-        self._check(text)
-        times = step_seconds(text, steps)
-        allocated = [int(number) for number in _ALLOCATED.findall(text)]
-        self.peak = MIB * sum(allocated) or None
-        return times
-
-    def _arguments(self, steps: int) -> list[str]:
         batch, length = self.config.micro_batch, self.config.sequence_length
-        arguments = {
-            "-i": "tokens.bin",
-            "-j": "tokens.bin",
-            "-b": batch,
-            "-t": length,
-            "-d": batch * length,
-            "-x": steps,
-            # The validation cannot be turned off: one batch before the first step and after the
-            # last. -s and -g: no sampled tokens, in older versions too, which divide by -s.
-            "-v": steps + 1,
-            "-m": 1,
-            "-s": steps + 1,
-            "-g": 1,
-        }
-        return [*self.options, *(str(word) for pair in arguments.items() for word in pair)]
-
-    def _write_inputs(self, folder: Path) -> None:
-        model = self._model
-        count = BATCHES * self.config.micro_batch * self.config.sequence_length + 1
-        tokens = np.random.default_rng(1).integers(model.vocab_size, size=count, dtype=np.uint16)
-        write_shard(folder / "tokens.bin", tokens)
-        if descriptor(model) is None:
-            dtype = PRECISIONS[model.precision.name][2]
-            # The memory that JAX allocates on the GPU stays allocated, and llm.c needs it.
-            with jax.default_device(jax.devices("cpu")[0]):
-                save_llmc(GPT2(model, rngs=nnx.Rngs(0)), folder / "model.bin", dtype=dtype)
-
-    def _check(self, text: str) -> None:
-        """Raise BenchError if llm.c did not run the requested step."""
-        if not self._check_precision(text):
-            raise _unreadable("a line with its precision", text)
+        arguments = {"-i": "tokens.bin", "-j": "tokens.bin", "-b": batch, "-t": length}
+        # The validation cannot be turned off: one batch before the first step and after the last.
+        # -s and -g: no sampled tokens, in older versions too, which divide by -s.
+        arguments |= {"-d": batch * length, "-x": steps, "-v": steps + 1, "-m": 1}
+        arguments |= {"-s": steps + 1, "-g": 1}
+        done = subprocess.run(
+            [self.program, *self.options, *(str(x) for pair in arguments.items() for x in pair)],
+            # There llm.c finds its inputs by names without special characters of a pattern.
+            cwd=self._folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=START_SECONDS + 10 * seconds,
+            check=False,
+        )
+        errors, text = (output.decode(errors="replace") for output in (done.stderr, done.stdout))
+        found = _PRECISION.search(text)
+        if found and found[1] != self.precision:
+            raise BenchError(
+                f"this build of llm.c computes in {printable(found[1])}, expected "
+                f"{self.precision}: run `make {PROGRAM} PRECISION={self.dtype.upper()}`"
+            )
         if "Fell back to cudaMallocManaged" in text:
             raise BenchError(
                 "llm.c needs more memory than the GPU has free, and used the host's, which is "
                 "slower: give a smaller --batch"
             )
-
-    def _check_precision(self, text: str) -> bool:
-        """Return whether the output names the precision; raise BenchError for another one."""
-        name, _, dtype = PRECISIONS[self._model.precision.name]
-        build = f"{BUILD} PRECISION=BF16" if dtype == "bf16" else f"make {PROGRAM} PRECISION=FP32"
-        found = _PRECISION.search(text)
-        if found and found[1] != name:
+        times = [(int(step), float(ms) / 1e3) for step, ms in _STEP.findall(text)]
+        if done.returncode or [step for step, _ in times] != list(range(1, steps + 1)):
             raise BenchError(
-                f"this build of llm.c computes in {printable(found[1])}, expected {name}: run "
-                f"`{build}`, or give another --precision"
+                f"llm.c ended with exit code {done.returncode} and the times of {len(times)} of "
+                f"{steps} steps: {_reason(errors + text)}"
             )
-        return found is not None
+        self.peak = MIB * sum(map(int, _ALLOCATED.findall(text))) or None
+        return [seconds for _, seconds in times]
 
 
-def step_seconds(text: str, steps: int) -> list[float]:
-    """Return the seconds of each step in llm.c's output.
-
-    Raises:
-        BenchError: the output does not have the time of every step.
-    """
-    found = _STEP.findall(text)
-    if [int(step) for step, _ in found] != list(range(1, steps + 1)):
-        raise _unreadable(f"a line with the time of each of {steps} steps", text)
-    try:
-        times = [float(ms) / 1e3 for _, ms in found]
-    except ValueError:
-        times = [0.0]
-    if min(times) <= 0:
-        raise _unreadable("positive times of steps", text)
-    return times
-
-
-def _unreadable(expected: str, text: str) -> BenchError:
-    found = _one_line(text.splitlines()[-3:])
-    return BenchError(f"expected {expected} in the output of llm.c, found: {found}")
-
-
-def _reason(text: str, errors: str) -> str:
-    """Return why a program failed: the first line about an error and the line after it, or the last
-    lines.
-
-    Args:
-        text: standard output; llm.c prints CUDA's errors there.
-        errors: standard error.
-    """
-    lines = errors.splitlines() + text.splitlines()
-    for at, line in enumerate(lines):
-        if "error" in line.lower():
-            return _one_line(lines[at : at + 2])
-    return _one_line((errors or text).splitlines()[-3:])
-
-
-def _one_line(lines: Sequence[str]) -> str:
-    shown = " / ".join(line.strip() for line in lines if line.strip())
-    return printable(shown)[-200:] or "no output"
+def _reason(text: str) -> str:
+    """Return the first line about an error and the line after it, or the last lines."""
+    lines = [line.strip() for line in text.splitlines()]
+    at = next((i for i, line in enumerate(lines) if "error" in line.lower()), -2)
+    return printable(" / ".join(lines[at:][:2]))[-200:] or "no output"

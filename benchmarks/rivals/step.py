@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-from llmc_side import LlmcStep, find_program, require_gpu, why_no_llmc
+from llmc_side import LlmcStep, find_program, why_no_llmc
 from torch_side import (
     how_of,
     require_torch,
@@ -59,7 +59,6 @@ class Beside(Step):
         if self.llmc:
             if self.forward or max(self.devices) > 1:
                 raise BenchError("llm.c measures whole training steps on one device")
-            require_gpu(one_device())
             find_program(self.llmc)
         else:
             require_torch(one_device())
