@@ -16,6 +16,7 @@ The bytes of a launch are those of its operands and results: an operand that is 
 in part, counts once.
 """
 
+import atexit
 import collections
 import dataclasses
 import importlib.util
@@ -107,8 +108,9 @@ class Plugin:
 
     def replace_launches(self) -> None:
         """Let pallas_kernels select and lower as on an H200, Triton's kernels as calls by name."""
-        self._tracing = extend.tracing_for((9, 0))  # never left
-        self._tracing.__enter__()
+        tracing = extend.tracing_for((9, 0))
+        tracing.__enter__()
+        atexit.register(tracing.__exit__, None, None, None)
         _mosaic.num_sms, _triton.call = lambda: 132, self.call
 
     def call(self, kernel, *args, **options):
