@@ -1,4 +1,4 @@
-"""PyTorch's step on one of several devices: the processes that `torch_several` starts.
+"""PyTorch's step on one of several devices: the script of the processes of `torch_several`.
 
 ddp is `DistributedDataParallel`. The wrapped model is compiled, as PyTorch documents: Dynamo then
 splits the graph at the buckets of gradients, and their all-reduce overlaps the backward pass.
@@ -9,12 +9,13 @@ its loss.
 The model is created without memory and sharded before its parameters are allocated.
 """
 
-import contextlib
 import dataclasses
-import signal
-import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+import json
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -27,8 +28,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_gpt2 import How, TorchStep
 from torch_side import torch_model
 
+from gptjax.bench.harness import sustained
 from gptjax.models.base import ModelConfig
 from gptjax.terminal import first_line
+
+ERROR = "error: "
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,54 +56,29 @@ class Spec:
     forward: bool = False
 
 
-def work(connection: Connection, spec: Spec, rank: int, store: str) -> None:
-    """Run the steps that the parent requests, until the parent closes the connection.
-
-    A request is a number of steps; the reply has their `seconds`, on the slowest device, and the
-    `loss` before the last update. The request None asks for the `peak` of allocated bytes. An
-    exception is a reply with `error` and the time `at` which it occurred; it ends the process.
-
-    Args:
-        store: file through which the processes find each other.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its processes
-    try:
-        with process_group(spec, rank, store):
-            step = WorkerStep(spec, rank)
-            while True:
-                steps = connection.recv()
-                if steps is None:
-                    step.rest()
-                    connection.send({"peak": step.peak})
-                else:
-                    connection.send({"seconds": step.run(steps), "loss": step.mean_loss()})
-    except EOFError:  # the parent has closed the connection, or ended
-        return
-    except Exception as error:
-        with contextlib.suppress(OSError):
-            connection.send({"error": first_line(error), "at": time.monotonic()})
-
-
-@contextlib.contextmanager
-def process_group(spec: Spec, rank: int, store: str) -> Iterator[None]:
-    """Join the default process group; leave it at the end, but not after an exception, when other
-    processes may wait for this one."""
-    device = None
+def main(request: str, reply: str) -> None:
+    """Run a request of `TorchSeveral`, a pickled pair of a `Spec` and the number of steps or
+    seconds. The first process writes the reply. An error is a line that begins with `ERROR`."""
+    spec, how = pickle.loads(Path(request).read_bytes())
+    rank, device = int(os.environ["LOCAL_RANK"]), None
     if spec.device == "cuda":
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    distributed.init_process_group(
-        "nccl" if device else "gloo",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=spec.devices,
-        device_id=device,
-    )
     try:
-        yield
-    except EOFError:
+        distributed.init_process_group("nccl" if device else "gloo", device_id=device)
+        step = WorkerStep(spec, rank)
+        seconds = sustained(step.run, **how) if "seconds" in how else [step.run(**how)]
+        loss = step.mean_loss()
+        step.rest()
+        peak = torch.tensor(step.peak or 0, device=spec.device)
+        distributed.all_reduce(peak, distributed.ReduceOp.MAX)
+        if rank == 0:
+            answer = {"seconds": seconds, "loss": loss, "peak": int(peak) or None}
+            Path(reply).write_text(json.dumps(answer))
         distributed.destroy_process_group()
-        raise
+        os._exit(0)  # Gloo's threads may abort the interpreter's exit
+    except Exception as error:
+        sys.exit(f"{ERROR}process {rank} of {spec.devices}: {first_line(error)}")
 
 
 class WorkerStep(TorchStep):
@@ -186,3 +165,7 @@ def fill(model, device: str) -> None:
         if isinstance(parameter, DTensor):
             whole = distribute_tensor(whole, parameter.device_mesh, parameter.placements)
         parameter.copy_(whole)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

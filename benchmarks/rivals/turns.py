@@ -12,9 +12,7 @@ TURNS = 2
 REST_SECONDS = 0.3
 
 
-def take_turns(
-    sides: dict[str, Any], *, seconds: float, turns: int | None = None
-) -> dict[str, list[float] | Exception]:
+def take_turns(sides: dict[str, Any], *, seconds: float) -> dict[str, list[float] | Exception]:
     """Return the seconds of a step in every round of each side, or the error that ended the side.
 
     JAX keeps the memory that it has allocated. If the other side's step has no room for a second
@@ -25,10 +23,9 @@ def take_turns(
         sides: name → `JaxStep`, `TorchStep`, `TorchSeveral` or `LlmcStep`, in the order of their
             turns.
         seconds: measured in each turn.
-        turns: turns of each side; if None, `TURNS`, or 1 if there is only one side.
     """
     times: dict[str, list[float] | Exception] = {name: [] for name in sides}
-    turns = turns or (TURNS if len(sides) > 1 else 1)
+    turns = TURNS if len(sides) > 1 else 1
     for turn in range(turns):
         for name, side in sides.items():
             measured = times[name]
@@ -39,14 +36,14 @@ def take_turns(
             print(f"{name}: measuring, turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
             time.sleep(REST_SECONDS)
             try:
-                if not turn and name == "gptjax" and "torch" in sides:
+                if not turn and name == "gptjax" and hasattr(sides.get("torch"), "make_room"):
                     sides["torch"].make_room(room(side))
-                if name == "llm.c":  # a turn is one process
+                if hasattr(side, "rounds"):  # by processes, which hold no memory between two turns
                     measured += side.rounds(seconds)
                 else:
                     measured += sustained(side.run, seconds=seconds)
-                if name == "torch":
-                    side.rest()
+                    if name == "torch":
+                        side.rest()
             except Exception as error:
                 times[name] = error
     return times
