@@ -8,23 +8,20 @@ Calls follow each other, and each call is awaited, as by a user who needs the te
 `token_chunks`, and in transformers with a call for one token. Compile seconds are the time of the
 first call minus the time of a later call: a row that uses an executable of an earlier row has
 fewer.
-
-The limit of a step is its memory traffic: every weight that enters a matmul, and every key and
-value of the sequences so far, read once in the compute dtype at the GPU's peak bandwidth.
 """
 
 import dataclasses
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 from flax import nnx
-from torch_side import require_torch, torch_generation, why_no_rival
+from torch_side import kind, require_torch, why_no_rival
 
 from gptjax.bench import BenchError, results
 from gptjax.bench import __main__ as bench
@@ -39,9 +36,7 @@ from gptjax.terminal import first_line
 
 FIRST_TOKENS = 5
 """Measurements of the first token; the median counts."""
-
-# Peak memory bandwidth, from the datasheets of H100 and H200.
-BYTES_PER_S = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12}
+PACKAGES = ("jax-triton", "triton", "torch", "transformers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,115 +63,57 @@ class Generate(ModelOptions):
     seconds: float = 1.0
     """Duration of each measurement."""
     out: Annotated[Path | None, OWN_DEFAULT] = None
-    """JSON file for the results, written after each row."""
+    """JSON file for the results."""
 
     def run(self) -> None:
         results.check_file(self.out)
-        device, config = one_device(), self.checked_config()
+        base, rows = self.base(), []
         if self.torch:
-            require_torch(device)
-        rows: list[dict] = []
-        model = config.build(nnx.Rngs(0))
+            require_torch(one_device())
+            if why := why_no_rival(base):
+                raise BenchError(why)
+        precision = Precision(self.precision) if self.precision else base.model.precision
+        model = dataclasses.replace(base.model, precision=precision).build(nnx.Rngs(0))
         for batch in self.batch:
-            for row in self._of_batch(model, batch, device):
+            for row in self._of_batch(model, batch):
                 rows.append(row)
-                compare_with_torch(rows)
                 say(f"{label(row)}: {row.get('error') or progress(row)}")
-                self._write(rows, device)
-        show(rows, device)
-        if self.out:
-            print(f"wrote {self.out}")
+        compare_with_torch(rows)
+        command, packages = results.command("benchmarks/rivals/generate.py"), PACKAGES
+        result = results.new(command, rows, device=one_device().device_kind, packages=packages)
+        results.report(result, self.out, show)
         raise_failures(rows)
 
-    def checked_config(self):
-        """Return the model's config.
+    def _sides(self, model: Model, batch: int) -> Iterator[tuple[dict, Any]]:
+        """Yield each program that generates, with the first fields of its rows."""
+        rng, vocab_size = np.random.default_rng(0), model.config.vocab_size
+        prompt_BT = rng.integers(0, vocab_size, (batch, self.prompt), np.int32)
+        for name in self.implementation:
+            row = {"system": "gptjax", "asked": {"implementation": name}}
+            yield row, JaxGeneration(model, prompt_BT, self.new, name)
+        if self.torch:
+            from torch_generate import TorchGeneration
 
-        Raises:
-            BenchError: an option out of range.
-            ConfigError: no such config file.
-        """
-        base = self.base()
-        if self.torch and (why := why_no_rival(base)):
-            raise BenchError(why)
-        if self.new < 2:
-            raise BenchError(f"--new must be at least 2, to measure a step, got {self.new}")
-        total, most = self.prompt + self.new, base.model.block_size
-        if total > most:
-            raise BenchError(
-                f"--prompt {self.prompt} and --new {self.new} are {total} tokens, and the model "
-                f"has {most} positions: give at most {most}"
-            )
-        precision = Precision(self.precision) if self.precision else base.model.precision
-        return dataclasses.replace(base.model, precision=precision)
-
-    def _of_batch(self, model: Model, batch: int, device: jax.Device):
-        """Yield gptjax's rows, then transformers' rows. A failure is a row with its error."""
-        prompt_BT = np.random.default_rng(0).integers(
-            0, model.config.vocab_size, (batch, self.prompt), np.int32
-        )
-        bandwidth = BYTES_PER_S.get(device.device_kind)
-        limit = step_bytes(model, batch, self.prompt, self.new) / bandwidth if bandwidth else None
-        for implementation in self.implementation:
-            ours = JaxGeneration(model, prompt_BT, self.new, implementation)
-            for row in self._rows("gptjax", model, batch):
-                row["asked"] = {"implementation": implementation}
-                yield self._measured(row, ours, limit)
-        if not self.torch:
-            return
-        theirs = None
-        for row in self._rows("transformers", model, batch):
-            if theirs is None:
-                sizes = {"batch": batch, "prompt": self.prompt, "new": self.new}
-                try:
-                    theirs = torch_generation(model.config, device, **sizes)
-                except Exception as error:
-                    yield row | {"error": first_line(error)}
-                    continue
-            yield self._measured(row, theirs, limit)
-        if theirs:
+            sizes = {"batch": batch, "prompt": self.prompt, "new": self.new}
+            theirs = TorchGeneration(model.config, device=kind(one_device()), **sizes)
+            yield {"system": "transformers"}, theirs
             theirs.free()
 
-    def _rows(self, system: str, model: Model, batch: int) -> list[dict]:
-        """Return the fields that describe each row, a dict for each temperature."""
-        return [
-            {
-                "system": system,
-                "model": self.name,
-                "precision": model.config.precision.name,
-                "batch": batch,
-                "case": f"{self.prompt} + {self.new} tokens, {how_drawn(temperature, self.top_k)}",
-                "temperature": temperature,
-                "top_k": self.top_k if temperature else None,
-            }
-            for temperature in self.temperature
-        ]
-
-    def _measured(self, row: dict, side, limit: float | None) -> dict:
-        how = {"temperature": row["temperature"], "top_k": row["top_k"]}
-        try:
-            row["kernels"] = side.kernel()
-            say(f"{label(row)}: compiling")
-            return row | measure(
-                lambda: side.all_tokens(**how),
-                lambda: side.first_token(**how),
-                batch=row["batch"],
-                new=self.new,
-                seconds=self.seconds,
-                limit=limit,
-            )
-        except Exception as error:  # a failure must not lose the other rows
-            return row | {"error": first_line(error)}
-
-    def _write(self, rows: list[dict], device: jax.Device) -> None:
-        if not self.out:
-            return
-        command = results.command("benchmarks/rivals/generate.py")
-        packages = ("jax-triton", "triton", "torch", "transformers")
-        bandwidth = BYTES_PER_S.get(device.device_kind)
-        result = results.new(
-            command, rows, device=device.device_kind, packages=packages, bytes_per_s=bandwidth
-        )
-        results.write(self.out, result)
+    def _of_batch(self, model: Model, batch: int) -> Iterator[dict]:
+        """Yield gptjax's rows, then transformers' rows. A failure is a row with its error."""
+        for first, side in self._sides(model, batch):
+            for temperature in self.temperature:
+                how = {"temperature": temperature, "top_k": self.top_k if temperature else None}
+                case = f"{self.prompt} + {self.new} tokens, {how_drawn(**how)}"
+                row = first | {"model": self.name, "precision": model.config.precision.name}
+                row |= {"batch": batch, "case": case} | how
+                say(f"{label(row)}: compiling")
+                try:
+                    row["kernels"] = side.kernel()
+                    row |= measure(side, how, batch=batch, new=self.new, seconds=self.seconds)
+                except Exception as error:  # a failure must not lose the other rows
+                    row["error"] = first_line(error)
+                yield row
 
 
 class JaxGeneration:
@@ -216,68 +153,41 @@ class JaxGeneration:
 
 
 def measure(
-    all_tokens: Callable[[], float],
-    first_token: Callable[[], float],
-    *,
-    batch: int,
-    new: int,
-    seconds: float,
-    limit: float | None,
-) -> dict[str, Any]:
+    side: Any, how: dict[str, Any], *, batch: int, new: int, seconds: float
+) -> dict[str, float]:
     """Return the figures of a row.
 
     Args:
-        all_tokens, first_token: return the seconds of a call.
+        side: a `JaxGeneration` or `TorchGeneration`.
+        how: temperature and top_k.
         batch, new: sequences, and new tokens of each.
         seconds: duration of the measurement.
-        limit: seconds of a step that its memory traffic needs.
     """
-    first_call = all_tokens()
-    calls = sustained(lambda n: sum(all_tokens() for _ in range(n)), seconds=seconds)
+    first_call = side.all_tokens(**how)
+    calls = sustained(lambda n: sum(side.all_tokens(**how) for _ in range(n)), seconds=seconds)
     whole = statistics.median(calls)
-    first_token()
-    first = statistics.median(first_token() for _ in range(FIRST_TOKENS))
-    step = (whole - first) / (new - 1)
+    side.first_token(**how)
+    first = statistics.median(side.first_token(**how) for _ in range(FIRST_TOKENS))
     return {
         "ms": 1e3 * whole,
         "ms_lowest": 1e3 * min(calls),
         "ms_highest": 1e3 * max(calls),
         "tokens/s": batch * new / whole,
         "first_token_ms": 1e3 * first,
-        "step_us": 1e6 * step,
-        "limit_us": 1e6 * limit if limit else None,
-        "of_limit": limit / step if limit else None,
+        "step_us": 1e6 * (whole - first) / (new - 1),
         "compile_s": max(0.0, first_call - whole),
     }
 
 
-def step_bytes(model: Model, batch: int, prompt: int, new: int) -> float:
-    """Return the bytes that the mean decoding step reads: weights, keys and values.
-
-    Args:
-        prompt, new: tokens of each of `batch` sequences.
-    """
-    c = model.config
-    weights = c.precision.compute_dtype.itemsize * (c.num_params - c.lookup_params())
-
-    def cache_bytes(length: int) -> int:
-        cache = jax.eval_shape(lambda: model.init_cache(batch, length))
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
-
-    # Step n of new − 1 reads prompt + n positions.
-    return weights + (cache_bytes(2) - cache_bytes(1)) * (prompt + new / 2)
-
-
 def compare_with_torch(rows: list[dict]) -> None:
     """Add `of_torch`, the ratio of the tokens/s, to gptjax's rows that have a row of PyTorch."""
-    same = ("model", "precision", "batch", "case")
     rivals = {
-        tuple(row[key] for key in same): row["tokens/s"]
+        (row["batch"], row["case"]): row.get("tokens/s")
         for row in rows
-        if row["system"] != "gptjax" and "tokens/s" in row
+        if row["system"] == "transformers"
     }
     for row in rows:
-        rival = rivals.get(tuple(row[key] for key in same))
+        rival = rivals.get((row["batch"], row["case"]))
         if row["system"] == "gptjax" and "tokens/s" in row and rival:
             row["of_torch"] = row["tokens/s"] / rival
 
@@ -298,26 +208,23 @@ def progress(row: dict) -> str:
     )
 
 
-def show(rows: list[dict], device: jax.Device) -> None:
+def show(result: dict) -> None:
     """Print a row for each measurement."""
     table = []
-    for row in rows:
+    for row in result["rows"]:
         if "error" in row:
             table.append(Row(label(row), note=row["error"]))
             continue
         texts = (
             f"{row['tokens/s']:,.0f}",
             f"{row['step_us']:,.1f}",
-            f"{row['of_limit']:.1%}" if row["of_limit"] else "-",
             f"{row['first_token_ms']:.2f}",
             f"{row['compile_s']:.1f}",
             f"{row['of_torch']:.2f} ×" if "of_torch" in row else "",
         )
         table.append(Row(label(row), texts, row["kernels"]))
-    bandwidth = BYTES_PER_S.get(device.device_kind)
-    about = f"{bandwidth / 1e12:.2f} TB/s" if bandwidth else "unknown memory bandwidth"
-    columns = ("tokens/s", "step µs", "of limit", "first token ms", "compile s", "of torch")
-    print_table(f"{device.device_kind}, {about}", columns, table)
+    columns = ("tokens/s", "step µs", "first token ms", "compile s", "of torch")
+    print_table(result["device"], columns, table)
 
 
 if __name__ == "__main__":

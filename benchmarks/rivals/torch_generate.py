@@ -13,35 +13,29 @@ import torch
 from torch_gpt2 import free_torch
 from transformers import AutoConfig, AutoModelForCausalLM, StaticCache
 
+from gptjax.models.base import ModelConfig
+from gptjax.weights.architectures import config_json
+
 
 class TorchGeneration:
     """Continuations of random prompts.
 
     Args:
-        config: contents of a Hugging Face config.json.
-        precision: a name of `gptjax.Precision`.
+        config: the model's shape and precision.
         batch, prompt, new: sequences, tokens of each prompt, and new tokens of each.
         device: "cuda" or "cpu"; `generate` does not compile on a CPU.
     """
 
-    def __init__(
-        self,
-        config: dict[str, Any],
-        precision: str,
-        *,
-        batch: int,
-        prompt: int,
-        new: int,
-        device: str,
-    ):
+    def __init__(self, config: ModelConfig, *, batch: int, prompt: int, new: int, device: str):
+        precision = config.precision.plain
         # A model of another batch size would be compiled for dynamic sizes.
         torch._dynamo.reset()
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         # A text of random weights must not end early.
         ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
         # `for_model` has the type of the model as an argument of its own.
-        config = config | ids
-        hf_config = AutoConfig.for_model(config.pop("model_type"), **config)
+        fields = config_json(config) | ids
+        hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
         torch.manual_seed(0)
         with torch.device(device):

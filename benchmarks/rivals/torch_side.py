@@ -11,7 +11,6 @@ import jax
 from gptjax.bench import BenchError
 from gptjax.config import Config
 from gptjax.models.base import ModelConfig
-from gptjax.weights.architectures import config_json
 
 # By the name of the architecture's config class: module and class of PyTorch's model.
 MODELS = {"GPT2Config": ("torch_gpt2", "GPT2"), "Llama3Config": ("torch_llama", "Llama3")}
@@ -70,7 +69,7 @@ def torch_step(config: Config, how, device: jax.Device, **more: Any):
         how,
         batch=config.micro_batch,
         sequence_length=config.sequence_length,
-        device=_kind(device),
+        device=kind(device),
         **more,
     )
 
@@ -89,20 +88,12 @@ def torch_several(config: Config, how, device: jax.Device, devices: int, *, forw
         devices=devices,
         batch=config.micro_batch,
         sequence_length=config.sequence_length,
-        device=_kind(device),
+        device=kind(device),
         reshard_after_forward=config.parallel == "fsdp",
         reduce_dtype=config.reduce_dtype,
         forward=forward,
     )
     return TorchSeveral(spec)
-
-
-def torch_generation(config: ModelConfig, device: jax.Device, **sizes: int):
-    """Return the `TorchGeneration` of a model's config, on the same kind of device."""
-    from torch_generate import TorchGeneration
-
-    how = {"device": _kind(device), **sizes}
-    return TorchGeneration(config_json(config), config.precision.plain, **how)
 
 
 def strategy_fields(config: Config) -> dict[str, Any]:
@@ -116,5 +107,6 @@ def strategy_fields(config: Config) -> dict[str, Any]:
     }
 
 
-def _kind(device: jax.Device) -> Literal["cuda", "cpu"]:
+def kind(device: jax.Device) -> Literal["cuda", "cpu"]:
+    """Return PyTorch's name of a kind of device."""
     return "cuda" if device.platform == "gpu" else "cpu"
