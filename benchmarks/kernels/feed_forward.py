@@ -3,50 +3,40 @@
     python -m gptjax.bench kernels benchmarks/kernels/feed_forward.py
 
 The forward pass stores y and the derivative that the backward pass reads, except in "nothing
-saved". Triton in fp32 stores the matmul's result instead of the derivative. The backward pass
-computes dx, dw and db from dy, the saved array, x and w. "matmul" and "two matmuls" are XLA's bare
-matmuls (cuBLASLt). PyTorch saves the pre-activation: the benchmark of PyTorch's backward pass uses
-the saved array as the pre-activation.
-
-fp32 matmuls run as TF32: precision HIGH, and PyTorch's "high". XLA's bare matmul then needs no
-transposed copy of w.
+saved". The backward pass computes dx, dw and db from dy, the saved array, x and w. "matmul" and
+"two matmuls" are XLA's bare matmuls (cuBLASLt). PyTorch saves the pre-activation: the benchmark of
+PyTorch's backward pass uses the saved array as the pre-activation.
 """
 
 import functools
 
-import jax
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case, eager_and_compiled, normal, passes, passes_in_torch
-from pallas_kernels.feed_forward import Options, hidden, hidden_gradient, linear_gelu, mlp
+from gptjax.bench.harness import Case, eager_and_compiled, normal, passes
+from pallas_kernels.feed_forward import Options, hidden, hidden_gradient, mlp
 from pallas_kernels.gemm import Operand, Plain
 
 # N, I, O
 SHAPES = [(65536, 768, 3072), (16384, 1280, 5120), (16384, 1600, 6400), (4096, 768, 3072)]
 BACKENDS = ("mosaic", "triton", "xla")
 TF32 = (32768, 768, 3072)
-TF32_BACKENDS = ("triton", "xla")
-HIGH = jax.lax.Precision.HIGH
 NAMES = {"bf16": "bf16", "tf32": "fp32 as TF32", "fp8": "FP8"}
 
 
-def forward_inputs(key, *, n, i, o, dtype=jnp.bfloat16):
-    x, w, b = normal(key, (n, i), (i, o), (o,), dtype=dtype)
-    return x, w * dtype(i**-0.5), b
+def forward_inputs(key, *, n, i, o):
+    x, w, b = normal(key, (n, i), (i, o), (o,))
+    return x, w * jnp.bfloat16(i**-0.5), b
 
 
-def forward_case(n, i, o, activation, *, tf32=False) -> Case:
-    precision, dtype = (HIGH, jnp.float32) if tf32 else (None, jnp.bfloat16)
-
+def forward_case(n, i, o, activation) -> Case:
     def run(backend, x, w, b, *, save=True):
         b = b if activation == "gelu" else None
-        options = Options(activation, backend, Plain(precision))
-        y, saved = hidden(options, Operand(x), Operand(w), b, dtype, save)
+        options = Options(activation, backend, Plain())
+        y, saved = hidden(options, Operand(x), Operand(w), b, x.dtype, save)
         return y.rows, saved
 
     def torch_forward(torch):
         f = torch.nn.functional
-        torch.set_float32_matmul_precision("high")
 
         def eager(x, w, b):
             u = torch.addmm(b, x, w) if activation == "gelu" else x @ w
@@ -56,23 +46,16 @@ def forward_case(n, i, o, activation, *, tf32=False) -> Case:
 
     return Case(
         kernel="linear_gelu",
-        name=f"linear_{activation} forward {n}×{i}×{o} {'fp32 as TF32' if tf32 else 'bf16'}",
-        make=functools.partial(forward_inputs, n=n, i=i, o=o, dtype=dtype),
+        name=f"linear_{activation} forward {n}×{i}×{o} bf16",
+        make=functools.partial(forward_inputs, n=n, i=i, o=o),
         run={
-            **{
-                backend: functools.partial(run, backend)
-                for backend in (TF32_BACKENDS if tf32 else BACKENDS)
-            },
+            **{backend: functools.partial(run, backend) for backend in BACKENDS},
             "xla, nothing saved": functools.partial(run, "xla", save=False),
-            **(
-                {}
-                if tf32
-                else {"mosaic, nothing saved": functools.partial(run, "mosaic", save=False)}
-            ),
-            "matmul": lambda x, w, b: jnp.matmul(x, w, precision=precision),
+            "mosaic, nothing saved": functools.partial(run, "mosaic", save=False),
+            "matmul": lambda x, w, b: x @ w,
         },
         torch=eager_and_compiled(torch_forward),
-        bytes=(4 if tf32 else 2) * (n * i + i * o + o + 2 * n * o),
+        bytes=2 * (n * i + i * o + o + 2 * n * o),
         flops=2 * n * i * o,
         bound="bf16",
         bar="≤ 0.56 ms" if (n, i) == (65536, 768) else "",
@@ -115,64 +98,41 @@ def backward_case(n, i, o, activation) -> Case:
     )
 
 
-def whole_inputs(key, *, n, i, o, c, dtype):
-    """Return (dy, x, w, b), and also the weights w2 of a second matmul if c is not None."""
-    dy, x, w, b, w2 = normal(key, (n, c or o), (n, i), (i, o), (o,), (o, c or 1), dtype=dtype)
-    return (dy, x, w * dtype(i**-0.5), b, *([w2 * dtype(o**-0.5)] if c else []))
+def mlp_inputs(key, *, n, i, o, dtype):
+    """Return (dy, x, w, b, w2)."""
+    dy, x, w, b, w2 = normal(key, (n, i), (n, i), (i, o), (o,), (o, i), dtype=dtype)
+    return dy, x, w * dtype(i**-0.5), b, w2 * dtype(o**-0.5)
 
 
-def whole_case(f, n, i, o, c=None, *, numerics="bf16") -> Case:
-    """Return the case of forward and backward pass of `linear_gelu`, or of `mlp` with C outputs."""
+def mlp_case(n, i, o, *, numerics="bf16") -> Case:
+    """Return the case of forward and backward pass of `mlp`."""
     tf32 = numerics == "tf32"
-    dtype = jnp.float32 if tf32 else jnp.bfloat16
+    dtype, backends = (jnp.float32, BACKENDS[1:]) if tf32 else (jnp.bfloat16, BACKENDS)
 
     def run(backend):
-        return passes(functools.partial(f, implementation=backend, numerics=numerics))
+        return passes(functools.partial(mlp, implementation=backend, numerics=numerics))
 
     def six_matmuls(dy, x, w, b, w2):
         h = x @ w
         dh = dy @ w2.T
         return h @ w2, dh @ w.T, x.T @ dh, h.T @ dy
 
-    def in_torch(torch, *, compiled):
-        torch.set_float32_matmul_precision("high")
-
-        def forward(x, w, b, *w2):
-            y = torch.nn.functional.gelu(torch.addmm(b, x, w), approximate="tanh")
-            return y @ w2[0] if w2 else y
-
-        return passes_in_torch(torch, torch.compile(forward) if compiled else forward)
-
-    sizes = [n * i, i * o, o, *([o * c] if c else [])]
     return Case(
         kernel="linear_gelu",
-        name=f"{f.__name__} forward and backward {n}×{i}×{o}{f'×{c}' if c else ''} "
-        f"{NAMES[numerics]}",
-        make=functools.partial(whole_inputs, n=n, i=i, o=o, c=c, dtype=dtype),
-        run={
-            **{backend: run(backend) for backend in (TF32_BACKENDS if tf32 else BACKENDS)},
-            **({"six matmuls": six_matmuls} if c and not tf32 else {}),
-        },
-        torch={
-            "torch": functools.partial(in_torch, compiled=False),
-            "torch.compile": functools.partial(in_torch, compiled=True),
-        },
-        bytes=(4 if tf32 else 2) * 2 * (sum(sizes) + n * (c or o)),
-        flops=6 * n * o * (i + (c or 0)),
+        name=f"mlp forward and backward {n}×{i}×{o}×{i} {NAMES[numerics]}",
+        make=functools.partial(mlp_inputs, n=n, i=i, o=o, dtype=dtype),
+        run={backend: run(backend) for backend in backends}
+        | ({} if tf32 else {"six matmuls": six_matmuls}),
+        bytes=dtype.dtype.itemsize * 2 * (2 * n * i + 2 * i * o + o),
+        flops=12 * n * i * o,
         bound="bf16",
     )
 
 
 def cases() -> list[Case]:
-    """Return the cases: all widths for GELU and the MLP, GPT-2 124M's widths for squared ReLU, FP8
-    and fp32."""
+    """Return the cases: all widths for GELU and the MLP, GPT-2 124M's widths for squared ReLU, and
+    for the MLP in FP8 and fp32."""
     made = [case(*shape, "gelu") for case in (forward_case, backward_case) for shape in SHAPES]
     made += [case(*SHAPES[0], "relu_squared") for case in (forward_case, backward_case)]
-    made += [whole_case(mlp, *shape, shape[1]) for shape in SHAPES]
-    return [
-        *made,
-        whole_case(mlp, *SHAPES[0], SHAPES[0][1], numerics="fp8"),
-        forward_case(*TF32, "gelu", tf32=True),
-        whole_case(linear_gelu, *TF32, numerics="tf32"),
-        whole_case(mlp, *TF32, TF32[1], numerics="tf32"),
-    ]
+    made += [mlp_case(*shape) for shape in SHAPES]
+    return [*made, mlp_case(*SHAPES[0], numerics="fp8"), mlp_case(*TF32, numerics="tf32")]

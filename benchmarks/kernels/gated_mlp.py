@@ -2,15 +2,14 @@
 
     python -m gptjax.bench kernels benchmarks/kernels/gated_mlp.py
 
-"six matmuls" are XLA's bare matmuls (cuBLASLt) of forward and backward pass. PyTorch's MLP has one
-matmul for gate and up projection.
+"six matmuls" are XLA's bare matmuls (cuBLASLt) of forward and backward pass.
 """
 
 import functools
 
 import jax.numpy as jnp
 
-from gptjax.bench.harness import Case, normal, passes, passes_in_torch
+from gptjax.bench.harness import Case, normal, passes
 from pallas_kernels import swiglu
 from pallas_kernels.gated_mlp import hidden, hidden_gradient
 from pallas_kernels.gemm import Operand, Plain
@@ -83,13 +82,6 @@ def mlp_case(n, i, f, numerics) -> Case:
         h, dh = gu[:, :f], dy @ w_down.T
         return h @ w_down, gu @ w.T, x.T @ gu, h.T @ dy, dh
 
-    def torch_both(torch):
-        def forward(x, w_gate, w_up, w_down):
-            gate, up = (x @ torch.cat([w_gate, w_up], dim=1)).chunk(2, dim=-1)
-            return (torch.nn.functional.silu(gate) * up) @ w_down
-
-        return passes_in_torch(torch, torch.compile(forward))
-
     return Case(
         kernel="swiglu",
         name=f"swiglu forward and backward {n}×{i}×{f} {numerics.replace('fp8', 'FP8')}",
@@ -101,7 +93,6 @@ def mlp_case(n, i, f, numerics) -> Case:
             },
             "six matmuls": six_matmuls,
         },
-        torch={"torch.compile": torch_both},
         bytes=2 * 2 * (2 * n * i + 3 * i * f),
         flops=3 * 2 * n * i * 3 * f,
         bound="bf16",

@@ -88,13 +88,10 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
             torch.full((c,), value, device="cuda", dtype=getattr(torch, out_dtype.name))
             for value in (1, 0)
         )
-        norm = torch.nn.functional.layer_norm
 
         def f(x, residual):
             total = x + residual
-            if not centred:
-                return torch.nn.functional.rms_norm(total, (c,), None, EPS), total
-            return norm(total, (c,), scale, bias, EPS), total
+            return torch.nn.functional.layer_norm(total, (c,), scale, bias, EPS), total
 
         return f
 
@@ -122,7 +119,7 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
             name=f"forward {name}",
             make=make_forward,
             run={name: forward(name) for name in ("triton", "xla")},
-            torch=eager_and_compiled(torch_forward) if dtype == out_dtype else {},
+            torch=eager_and_compiled(torch_forward) if bar else {},
             bytes=3 * stream + out,
             bar=bar,
         ),
@@ -131,7 +128,7 @@ def _pair(kernel, c, dtype, out_dtype, bar=""):
             name=f"backward {name}",
             make=make_backward,
             run={name: backward(name) for name in ("triton", "xla")},
-            torch=eager_and_compiled(torch_backward) if centred and dtype == out_dtype else {},
+            torch=eager_and_compiled(torch_backward) if bar else {},
             bytes=3 * stream + out,
             bar=bar,
         ),
