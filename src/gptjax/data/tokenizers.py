@@ -100,6 +100,10 @@ class ByteTokenizer(Tokenizer):
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
+    def token_bytes(self) -> list[bytes]:
+        """Return the bytes of each id except EOT, in the order of the ids."""
+        return [bytes([id]) for id in range(self.eot)]
+
     def byte_lengths(self) -> np.ndarray:
         """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
         return np.array([1] * 256 + [0], np.int32)

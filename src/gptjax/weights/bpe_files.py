@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer as files: vocabulary and merges, derived from tiktoken's tokens.
+"""GPT-2's tokenizer as a tokenizer.json: vocabulary and merges, derived from tiktoken's tokens.
 
 tiktoken stores only the bytes of each token. The ids are in the order of the merges. Hence
 byte-pair encoding with all smaller ids splits the bytes of a token into its two parts.
@@ -14,7 +14,6 @@ from gptjax.data.tokenizers import (
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
     AnyTokenizer,
-    GPT2Tokenizer,
     JsonTokenizer,
     byte_characters,
 )
@@ -46,6 +45,25 @@ def _parts(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     return first, second
 
 
+def fields_of(tokenizer: AnyTokenizer) -> dict[str, Any]:
+    """Return the contents of the tokenizer.json: GPT-2's BPE, and bytes without merges, derived."""
+    if isinstance(tokenizer, JsonTokenizer):
+        return tokenizer.fields
+    tokens = tokenizer.token_bytes()
+    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    byte_level |= {"use_regex": len(tokens) > BYTES}
+    vocabulary = {text_of(token): id for id, token in enumerate(tokens)}
+    pairs = [f"{text_of(a)} {text_of(b)}" for a, b in merges(tokens)]
+    return {
+        "version": "1.0",
+        "added_tokens": [{"id": tokenizer.eot, "content": EOT_TEXT, "special": True} | special],
+        "pre_tokenizer": byte_level,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocabulary | {EOT_TEXT: tokenizer.eot}, "merges": pairs},
+    }
+
+
 def save_tokenizer(tokenizer: AnyTokenizer, folder: Path, block_size: int) -> None:
     """Write a tokenizer and generation_config.json, so that `transformers` reads them offline.
 
@@ -53,39 +71,17 @@ def save_tokenizer(tokenizer: AnyTokenizer, folder: Path, block_size: int) -> No
         folder: an existing folder.
         block_size: maximum length of a sequence.
     """
-    config = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT, "unk_token": EOT_TEXT}
-    config |= {"add_prefix_space": False, "model_max_length": block_size}
     if isinstance(tokenizer, JsonTokenizer):
         tokenizer.save(folder)
-    elif isinstance(tokenizer, GPT2Tokenizer):
-        tokens = tokenizer.token_bytes()
-        vocabulary = {text_of(token): id for id, token in enumerate(tokens)}
-        _write_json(folder / "vocab.json", vocabulary | {EOT_TEXT: tokenizer.eot})
-        lines = [f"{text_of(a)} {text_of(b)}\n" for a, b in merges(tokens)]
-        (folder / "merges.txt").write_text("#version: 0.2\n" + "".join(lines), encoding="utf-8")
-        _write_json(folder / TOKENIZER_CONFIG, config | {"tokenizer_class": "GPT2Tokenizer"})
     else:
-        _write_json(folder / TOKENIZER_JSON, _byte_tokenizer(tokenizer.eot))
+        config = {"bos_token": EOT_TEXT, "eos_token": EOT_TEXT, "unk_token": EOT_TEXT}
+        config |= {"add_prefix_space": False, "model_max_length": block_size}
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        _write_json(folder / TOKENIZER_JSON, fields_of(tokenizer))
         _write_json(folder / TOKENIZER_CONFIG, config)
     begin, end = (*tokenizer.prefix, tokenizer.eot)[0], tokenizer.eot
     ends = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     _write_json(folder / "generation_config.json", ends)
-
-
-def _byte_tokenizer(eot: int) -> dict[str, Any]:
-    """Return the tokenizer.json of bytes: byte-level BPE without merges."""
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    byte_level |= {"use_regex": False}
-    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": eot, "content": EOT_TEXT, "special": True} | special],
-        "pre_tokenizer": byte_level,
-        "decoder": byte_level,
-        "model": {"type": "BPE", "vocab": vocabulary | {EOT_TEXT: eot}, "merges": []},
-    }
 
 
 def _write_json(file: Path, value: Any) -> None:

@@ -12,11 +12,11 @@ from typing import Any, cast
 
 import numpy as np
 
-from gptjax.data.tokenizers import EOT_TEXT, AnyTokenizer, GPT2Tokenizer, JsonTokenizer
+from gptjax.data.tokenizers import AnyTokenizer
 from gptjax.models.base import Model
 from gptjax.models.llama3 import frequencies
 from gptjax.weights.architectures import ARCHITECTURES, Architecture, of_config
-from gptjax.weights.bpe_files import merges, text_of
+from gptjax.weights.bpe_files import fields_of
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import replacing
 from gptjax.weights.params import check_dtype, check_model, host_arrays
@@ -75,12 +75,10 @@ def save_gguf(
     for key, value in (sizes | architecture.metadata(config)).items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(f"{architecture.name}.{key}", value)
-    pre, kinds = _pre_tokenizer(tokenizer), gguf.TokenType
-    if isinstance(tokenizer, GPT2Tokenizer):
-        _add_gpt2_bpe(writer, kinds, tokenizer, config.vocab_size)
-    elif isinstance(tokenizer, JsonTokenizer) and pre is not None:
-        _add_json_bpe(writer, kinds, tokenizer, config.vocab_size)
-    if pre is not None:
+    fields = {} if tokenizer is None else fields_of(tokenizer)
+    pre = _pre_tokenizer(fields)
+    if tokenizer is not None and pre is not None:
+        _add_bpe(writer, gguf.TokenType, fields, tokenizer, config.vocab_size)
         writer.add_tokenizer_pre(pre)
     writer.add_tokenizer_model("none" if pre is None else "gpt2")
     for tensor, array in _tensors(model, architecture):
@@ -99,47 +97,35 @@ def save_gguf(
     return pre is not None
 
 
-def _pre_tokenizer(tokenizer: AnyTokenizer | None) -> str | None:
+def _pre_tokenizer(fields: dict[str, Any]) -> str | None:
     """Return llama.cpp's type of a byte-level BPE, or None if llama.cpp splits texts otherwise."""
-    if not isinstance(tokenizer, JsonTokenizer):
-        return "gpt-2" if isinstance(tokenizer, GPT2Tokenizer) else None
-    first = tokenizer.fields.get("pre_tokenizer") or {"type": None}
+    first = fields.get("pre_tokenizer") or {"type": None}
     *splits, last = first.get("pretokenizers", [first])
     patterns = [split.get("pattern", {}).get("Regex") for split in splits]
     for pre, regexes in (("gpt-2", []), ("llama-bpe", [LLAMA_3])):
         level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": not regexes}
-        bpe = tokenizer.fields["model"]["type"] == "BPE" and not tokenizer.fields.get("normalizer")
-        if bpe and patterns == regexes and last.items() >= level.items():
-            return pre
+        if patterns == regexes and last.items() >= level.items():
+            bpe = fields["model"]["type"] == "BPE" and not fields.get("normalizer")
+            return pre if bpe else None
     return None
 
 
-def _add_json_bpe(writer: Any, kinds: Any, tokenizer: JsonTokenizer, vocab_size: int) -> None:
+def _add_bpe(
+    writer: Any, kinds: Any, fields: dict[str, Any], tokenizer: AnyTokenizer, vocab_size: int
+) -> None:
     tokens, types = [f"[PAD{id}]" for id in range(vocab_size)], [kinds.UNUSED] * vocab_size
-    added = {token["content"] for token in tokenizer.fields["added_tokens"]}
-    for text, id in tokenizer.ids.items():
-        tokens[id], types[id] = text, kinds.USER_DEFINED if text in added else kinds.NORMAL
-    for id in tokenizer.special.values():
-        types[id] = kinds.CONTROL
-    merges = tokenizer.fields["model"]["merges"]
+    for text, id in fields["model"]["vocab"].items():
+        tokens[id], types[id] = text, kinds.NORMAL
+    for token in fields["added_tokens"]:
+        kind = kinds.CONTROL if token["special"] else kinds.USER_DEFINED
+        tokens[token["id"]], types[token["id"]] = token["content"], kind
+    merges = fields["model"]["merges"]
     writer.add_token_list(tokens)
     writer.add_token_types(types)
     writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
     writer.add_bos_token_id((*tokenizer.prefix, tokenizer.eot)[0])
     writer.add_eos_token_id(tokenizer.eot)
     writer.add_add_bos_token(bool(tokenizer.prefix))
-
-
-def _add_gpt2_bpe(writer: Any, kinds: Any, tokenizer: GPT2Tokenizer, vocab_size: int) -> None:
-    tokens = tokenizer.token_bytes()
-    unused = range(tokenizer.vocab_size, vocab_size)
-    writer.add_token_list([*map(text_of, tokens), EOT_TEXT, *(f"[PAD{id}]" for id in unused)])
-    writer.add_token_types(
-        [kinds.NORMAL] * len(tokens) + [kinds.CONTROL] + [kinds.UNUSED] * len(unused)
-    )
-    writer.add_token_merges([f"{text_of(a)} {text_of(b)}" for a, b in merges(tokens)])
-    writer.add_bos_token_id(tokenizer.eot)
-    writer.add_eos_token_id(tokenizer.eot)
 
 
 def _tensors(model: Model, architecture: Architecture) -> Iterator[tuple[str, np.ndarray]]:
