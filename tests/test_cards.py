@@ -68,9 +68,3 @@ def test_the_results_have_every_kernel_on_every_card(tool):
 def test_the_page_has_the_table_of_the_results(tool):
     page = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
     assert tool.table(results.read(RESULTS)["rows"]) in page
-
-
-def test_an_unknown_name_is_refused(tool, capsys):
-    assert tool.main(["--operations", "layer_nrom"]) == 1
-    assert "error: expected some of [" in capsys.readouterr().err
-    assert tool.main(["--capabilities", "75"]) == 1

@@ -102,16 +102,11 @@ def _kinds(config: GPT2Config) -> list[Kind]:
 
 
 def _read_header(path: Path) -> list[int]:
-    with open(path, "rb") as file:
-        raw = file.read(HEADER_BYTES)
-    header = np.frombuffer(raw[: len(raw) // 4 * 4], "<i4").tolist()
-    if header and header[0] != MAGIC:
-        raise ValueError(f"expected the magic {MAGIC} of an llm.c model, found {header[0]}")
-    if len(raw) < HEADER_BYTES:
-        raise ValueError(f"expected a header of {HEADER_BYTES} bytes, found a file of {len(raw)}")
-    if header[1] not in DTYPES:
+    header = np.fromfile(path, "<i4", HEADER_INTS).tolist()
+    if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] not in DTYPES:
         raise ValueError(
-            f"expected version 3 (fp32) or 5 (bf16) at offset 4, found {header[1]}. Export the "
-            "model again with a newer llm.c"
+            f"expected a header of {HEADER_BYTES} bytes, which begins with the magic {MAGIC} of an "
+            "llm.c model and the version 3 (fp32) or 5 (bf16), found "
+            f"{4 * len(header)} bytes that begin with {header[:2]}"
         )
     return header
