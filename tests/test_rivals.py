@@ -203,7 +203,9 @@ def test_precision_and_strategy_of_pytorch_are_the_configs():
         assert ("FP8" in str(how)) == ("fp8" in theirs) and how.autocast == (theirs != "tf32")
     expected = {"data": ("ddp", None), "zero1": ("fsdp2", False), "fsdp": ("fsdp2", True)}
     for ours, theirs in expected.items():
-        fields = torch_side.strategy_fields(config_of(MODEL, parallel=ours))
+        config, device = config_of(MODEL, parallel=ours), harness.one_device()
+        several = torch_side.torch_several(config, How(), device, 2, forward=False)
+        fields = several.spec.fields()
         assert (fields["parallel"], fields.get("reshard_after_forward")) == theirs
 
 

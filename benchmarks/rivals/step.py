@@ -14,14 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from llmc_side import LlmcStep, find_program, why_no_llmc
-from torch_side import (
-    how_of,
-    require_torch,
-    strategy_fields,
-    torch_several,
-    torch_step,
-    why_no_step,
-)
+from torch_side import how_of, require_torch, torch_several, torch_step, why_no_step
 from turns import take_turns
 
 from gptjax.bench import BenchError
@@ -72,10 +65,7 @@ class Beside(Step):
         parallel = config.parallel_on(first_devices(devices))
         ours = JaxStep(config, one_device(), parallel=parallel, forward=self.forward)
         row = compiled(row, ours)
-        if self.llmc:
-            rival, theirs = self._start_llmc(self.llmc, row, config)
-        else:
-            rival, theirs = self._compile_torch(row, config, devices)
+        rival, theirs = self._start_rival(row, config, devices)
         # The other side first: it frees the memory that it does not use, and JAX does not.
         sides: dict[str, Any] = {rival["system"]: theirs, "gptjax": ours}
         rows = {each["system"]: each for each in (row, rival)}
@@ -89,38 +79,35 @@ class Beside(Step):
             row["of_llmc" if self.llmc else "of_torch"] = rival["ms"] / row["ms"]
         return list(rows.values())
 
-    def _compile_torch(self, asked: dict, config: Config, devices: int) -> tuple[dict, Any]:
-        """Return PyTorch's row, with its error if it failed, and its compiled step."""
-        from torch_gpt2 import free_torch
-
-        how = how_of(config, one_device())
-        row = {"system": "torch", "devices": devices} | {key: asked[key] for key in SAME}
-        row |= (strategy_fields(config) if devices > 1 else {}) | {"kernels": str(how)}
+    def _start_rival(self, asked: dict, config: Config, devices: int) -> tuple[dict, Any]:
+        """Return the other program's row, and its step after the first run, or None and the row's
+        error."""
+        row = {"system": "llm.c" if self.llmc else "torch", "devices": devices}
+        row |= {key: asked[key] for key in SAME}
         say(f"{label(row)}: compiling")
-        step = None
+        step, how = None, {"forward": self.forward}
         try:
+            if self.llmc:
+                step = LlmcStep(find_program(self.llmc), config, one_device())
+                row["kernels"] = " ".join([step.program.name, *step.options])
+                step.start()
+                return row, step
+            options = how_of(config, one_device())
+            row["kernels"] = str(options)
             if devices > 1:
-                step = torch_several(config, how, one_device(), devices, forward=self.forward)
+                step = torch_several(config, options, one_device(), devices, **how)
+                row |= step.spec.fields()
             else:
-                step = torch_step(config, how, one_device(), forward=self.forward)
+                step = torch_step(config, options, one_device(), **how)
             return row | {"compile_s": step.run(1)}, step
         except Exception as error:
             row["error"] = first_line(error)
-        del step  # JAX needs the memory that it holds
-        free_torch()
-        return row, None
+        if not self.llmc:
+            from torch_gpt2 import free_torch
 
-    def _start_llmc(self, path: Path, asked: dict, config: Config) -> tuple[dict, LlmcStep]:
-        """Return llm.c's row, with its error if its first run failed, and its step."""
-        row = {"system": "llm.c", "devices": 1} | {key: asked[key] for key in SAME}
-        step = LlmcStep(find_program(path), config, one_device())
-        row["kernels"] = " ".join([step.program.name, *step.options])
-        say(f"{label(row)}: first run")
-        try:
-            step.start()
-        except Exception as error:
-            row["error"] = first_line(error)
-        return row, step
+            del step  # JAX needs the memory that it holds
+            free_torch()
+        return row, None
 
 
 if __name__ == "__main__":

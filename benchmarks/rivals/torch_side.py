@@ -96,17 +96,6 @@ def torch_several(config: Config, how, device: jax.Device, devices: int, *, forw
     return TorchSeveral(spec)
 
 
-def strategy_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of the row of a config's `torch_several`."""
-    if config.parallel == "data":
-        return {"parallel": "ddp", "reduce_dtype": config.reduce_dtype}
-    return {
-        "parallel": "fsdp2",
-        "reshard_after_forward": config.parallel == "fsdp",
-        "reduce_dtype": config.reduce_dtype,
-    }
-
-
 def kind(device: jax.Device) -> Literal["cuda", "cpu"]:
     """Return PyTorch's name of a kind of device."""
     return "cuda" if device.platform == "gpu" else "cpu"

@@ -55,6 +55,13 @@ class Spec:
     """Dtype in which gradients are summed over the devices."""
     forward: bool = False
 
+    def fields(self) -> dict[str, str | bool]:
+        """Return the fields of a row that describe the strategy."""
+        fields = {"parallel": self.strategy, "reduce_dtype": self.reduce_dtype}
+        if self.strategy == "fsdp2":
+            fields["reshard_after_forward"] = self.reshard_after_forward
+        return fields
+
 
 def main(request: str, reply: str) -> None:
     """Run a request of `TorchSeveral`, a pickled pair of a `Spec` and the number of steps or
