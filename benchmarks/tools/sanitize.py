@@ -13,8 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax
@@ -55,21 +54,28 @@ def run_inside(operations: tuple[str, ...]) -> None:
             print(f"ran: {case.name}", flush=True)
 
 
-def run_tool(tool: str, sanitizer: str, asked: list[str], log: Path) -> subprocess.Popen:
-    """Start this script under one of compute-sanitizer's tools."""
+def run_tool(tool: str, sanitizer: str, options: Options) -> dict:
+    """Run this script under one of compute-sanitizer's tools. Print its complaints; return its
+    row."""
     # A separate buffer for each array: otherwise an address out of bounds is inside XLA's pool. No
     # autotuning of cuBLAS.
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0",
     }
-    return subprocess.Popen(
-        [sanitizer, "--tool", tool, "--error-exitcode", "1"]
-        + [sys.executable, __file__, "--inside", *asked],
-        stdout=log.open("w"),
-        stderr=subprocess.STDOUT,
-        env=environment,
-    )
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, __file__]
+    command += ["--inside", *(["--kernels", *options.kernels] if options.kernels else [])]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": options.limit_s}
+    try:
+        done = subprocess.run(command, env=environment, check=False, **how)
+        code, output = done.returncode, done.stdout
+    except subprocess.TimeoutExpired as error:
+        code, output = f"none: stopped after {options.limit_s} s", error.stdout or b""
+    text = output.decode(errors="replace")
+    row = row_of(tool, code, text)
+    complaints = [line for line in text.splitlines() if line.startswith("=========")]
+    print(results.compact_json(row), *complaints[:40], sep="\n", flush=True)
+    return row
 
 
 def row_of(tool: str, code: int | str, text: str) -> dict:
@@ -91,24 +97,10 @@ def main(options: Options) -> None:
         sys.exit(
             "sanitize: compute-sanitizer is not on the PATH; it comes with NVIDIA's CUDA toolkit"
         )
-    asked = ["--kernels", *options.kernels] if options.kernels else []
-    rows, started = [], time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        logs = {tool: Path(folder) / tool for tool in TOOLS}
-        processes = {tool: run_tool(tool, sanitizer, asked, log) for tool, log in logs.items()}
-        for tool, process in processes.items():
-            print(f"{tool}: running", file=sys.stderr, flush=True)
-            try:
-                code = process.wait(max(1.0, options.limit_s - time.perf_counter() + started))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                code = f"none: stopped after {options.limit_s} s"
-            text = logs[tool].read_text()
-            rows.append(row_of(tool, code, text))
-            complaints = [line for line in text.splitlines() if line.startswith("=========")]
-            print(results.compact_json(rows[-1]), *complaints[:40], sep="\n", flush=True)
+    with ThreadPoolExecutor() as pool:
+        rows = [*pool.map(lambda tool: run_tool(tool, sanitizer, options), TOOLS)]
     if options.out:
-        command = results.command("benchmarks/tools/sanitize.py", asked)
+        command = results.command("benchmarks/tools/sanitize.py")
         device = jax.devices()[0].device_kind
         results.write(options.out, results.new(command, rows, device=device))
     if dirty := [row["tool"] for row in rows if not row["clean"]]:
