@@ -84,20 +84,15 @@ class Space:
     def why_not(self, tile: dict) -> str | None:
         """Return why tiles are not compiled, by an estimate; else None."""
         # Tiles that a program keeps, and those that its pipeline has in flight; dS goes through
-        # shared memory as well.
-        tf32, kernel = (
-            self.matmul == "tf32",
-            self.o.kernel,
-        )  # in TF32, some operands have two copies
+        # shared memory as well. In TF32, some operands have two copies.
+        tf32, kernel = self.matmul == "tf32", self.o.kernel
         kept, flying = {
             "forward": (tile["M"], 2 * tile["N"]),
             "dq": (2 * tile["M"], (3 if tf32 else 2) * tile["N"]),
             "dkv": (2 * tile["N"], (4 if tf32 else 2) * tile["M"]),
         }[kernel]
-        size, shared_kb = (
-            DTYPES[self.o.dtype].dtype.itemsize,
-            triton.SHARED_KB.get(self.capability, 99),
-        )
+        size = DTYPES[self.o.dtype].dtype.itemsize
+        shared_kb = triton.SHARED_KB.get(self.capability, 99)
         needed = self.padded * size * (kept + flying * max(1, tile["num_stages"] - 1))
         if needed > shared_kb * 1024:
             return f"{needed} bytes of shared memory are needed, and there are {shared_kb} KB"

@@ -135,7 +135,8 @@ def read_params(folder: Path, like: Mapping) -> dict:
     """
     meta = verify(folder)
     keys: dict[tuple, Any] = traverse_util.flatten_dict(dict(like))
-    halves = {key for key in keys if _is_split(key, meta)}
+    split = (meta.get("config") or {}).get("optimizer.param_storage") == "bf16_mantissa"
+    halves = {key for key in keys if split and dotted((*LOW, *key)) in meta["arrays"]}
     wanted = {(PARAMS, *key): _as(jnp.bfloat16, x, key in halves) for key, x in keys.items()}
     wanted |= {(*LOW, *key): _as(jnp.uint16, keys[key]) for key in halves}
     tree = traverse_util.unflatten_dict(wanted)
@@ -173,12 +174,6 @@ def _scalar(like: Mapping[tuple, Any]) -> Any:
     """Return the sharding of a number for arrays with the shardings of `like`."""
     sharding = next(iter(like.values())).sharding
     return replicated(sharding.mesh) if isinstance(sharding, NamedSharding) else sharding
-
-
-def _is_split(key: tuple, meta: dict[str, Any]) -> bool:
-    """Return whether a checkpoint has a parameter as two halves."""
-    storage = (meta.get("config") or {}).get("optimizer.param_storage")
-    return storage == "bf16_mantissa" and dotted((*LOW, *key)) in meta["arrays"]
 
 
 def _as(dtype: Any, x: jax.ShapeDtypeStruct, changes: bool = True) -> jax.ShapeDtypeStruct:
