@@ -6,9 +6,11 @@ swapped, mixed, missing). Then the newest readable one is restored, as train.py 
 
 Outcomes: `fell back` (the damage was named and the older checkpoint restored), `refused` (no
 checkpoint was restored, in a sentence), `same` (the change touched no value that is read, and
-everything restored is what was saved). Failures: `silent wrong`, `traceback`, `hang`, `crash`.
+everything restored is what was saved). Failures: `silent wrong`, `crash`, `hang`, `control
+characters`.
 """
 
+import functools
 import json
 import random
 import shutil
@@ -20,7 +22,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from attack_tools import counted, in_a_process
+from attack_tools import counted, damage, flip_bits, in_a_process, judged, resize, zero_block
 
 from gptjax.config import Config
 from gptjax.training import resume
@@ -48,48 +50,27 @@ def make(folder: Path):
     return states
 
 
-def restore(folder: Path, states: dict) -> tuple[str, str]:
-    """Restore the newest readable checkpoint; return the outcome and what was said."""
+def restore(folder: Path, states: dict) -> str:
+    """Restore the newest readable checkpoint; return the outcome."""
     device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), states[OLD]
     )
-    try:
-        found = resume.find(Config(name=folder.parent.name, runs_dir=folder.parent.parent))
-        if found.step is None:
-            return "refused", "no checkpoint"
-        step, state = found.step, found.restore(like)
-    except CheckpointError as error:
-        return "refused", str(error)
-    except BaseException as error:
-        return "traceback", repr(error)
-    pairs = zip(jax.tree.leaves(state), jax.tree.leaves(states.get(step)), strict=True)
-    if found.meta["data"]["position"] != step * 16 or not all(
+    found = resume.find(Config(name=folder.parent.name, runs_dir=folder.parent.parent))
+    if found.step is None:
+        return "refused"
+    pairs = zip(
+        jax.tree.leaves(found.restore(like)), jax.tree.leaves(states.get(found.step)), strict=True
+    )
+    if found.meta["data"]["position"] != found.step * 16 or not all(
         np.array_equal(*pair) for pair in pairs
     ):
-        return "silent wrong", f"step {step}"
-    named = next(iter(found.damaged.values()), None)
-    return ("same", f"step {step}") if named is None else ("fell back", named)
+        return "silent wrong"
+    return "fell back" if found.damaged else "same"
 
 
-def flip(file: Path, rng: random.Random) -> str:
-    """Change bytes of one file; return what was done."""
-    data = bytearray(file.read_bytes())
-    kind = rng.choice(["bit"] * 6 + ["zeros", "truncated", "longer"])
-    if not data or kind == "longer":
-        data += rng.randbytes(rng.randrange(1, 100))
-        kind = "longer"
-    elif kind == "bit":
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    elif kind == "zeros":
-        begin = rng.randrange(len(data))
-        data[begin : begin + 64] = bytes(len(data[begin : begin + 64]))
-    else:
-        del data[rng.randrange(len(data)) :]
-    file.write_bytes(data)
-    return kind
-
-
+# Changes of the content of a file: mostly a bit.
+CONTENTS = (*(6 * (flip_bits,)), zero_block, resize, resize)
 # Changes of the folder of checkpoints: moves, copies (from to) and removals, one after another.
 MOVES = {
     "steps swapped": "mv 30 x; mv 15 30; mv x 15",
@@ -169,13 +150,14 @@ def run(flips: int, seed: int = 0) -> list[dict]:
         files = sorted(
             str(p.relative_to(good)) for p in (good / str(NEW)).rglob("*") if p.is_file()
         )
-        trials = [(name, lambda folder, name=name: flip(folder / name, rng)) for name in files]
+        change = lambda folder, name: damage(folder / name, rng.choice(CONTENTS), rng)
+        trials = [(name, functools.partial(change, name=name)) for name in files]
         trials = [trials[i % len(trials)] for i in range(flips)]
         for number, (name, change) in enumerate([*trials, *folder_changes().items()]):
             folder = Path(temporary) / f"trial{number}" / CHECKPOINTS
             shutil.copytree(good, folder)
             change(folder)
-            outcome, said = restore(folder, states)
+            outcome, said = judged(functools.partial(restore, folder, states), CheckpointError)
             rows.append({"change": name, "outcome": outcome, "said": said})
             shutil.rmtree(folder)
     return rows

@@ -6,17 +6,17 @@ by a FIFO, device, directory, link or pickle. Then the model is loaded.
 
 Outcomes: `refused` (a WeightsError in one printable line), `same model`, and two that the formats
 cannot detect because they have no checksum: `other values` (bits of the weights) and `other sizes
-that fit the file` (for example n_head). Failures: `silent wrong`, `wrong exception`, `unprintable
-message`, `code ran` (from a pickle), `memory` (64 MiB or more for files of 15 KB), `hang`.
+that fit the file` (for example n_head). Failures: `silent wrong`, `crash` (another exception),
+`control characters`, `several lines`, `code ran` (from a pickle), `memory` (64 MiB or more for
+files of 15 KB), `hang`.
 """
 
+import contextlib
 import json
-import os
 import pickle
 import random
 import resource
 import shutil
-import signal
 import struct
 import sys
 import tempfile
@@ -24,71 +24,32 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from attack_tools import counted, in_a_process
+from attack_tools import counted, damage, flip_bits, in_a_process, judged, not_a_file, resize
 from flax import nnx
 
 from gptjax import GPT2, GPT2Config, load_hf, load_llmc, save_hf, save_llmc
-from gptjax.terminal import printable
 from gptjax.weights import WeightsError
 
 SHAPE = GPT2Config(vocab_size=11, block_size=5, n_layer=2, n_head=2, n_embd=4)
 MEMORY = 64 << 20
 VALUES, SIZES = "other values", "other sizes that fit the file"
-TIMEOUT = 10.0
 
 
-class Hang(BaseException):
-    """A trial that does not end."""
-
-
-# ------------------------------------------------------------------------------ changes to any file
-def flip(file: Path, rng: random.Random, stop: int | None = None) -> None:
-    raw = bytearray(file.read_bytes())
-    for _ in range(rng.choice([1, 1, 1, 8])):
-        raw[rng.randrange(stop or len(raw))] ^= 1 << rng.randrange(8)
-    file.write_bytes(raw)
-
-
-def length(file: Path, rng: random.Random) -> None:
-    size = file.stat().st_size
-    if rng.random() < 0.7:
-        os.truncate(file, rng.choice([0, 1, 7, 8, 1024, rng.randrange(size)]))
-    else:
-        with file.open("ab") as opened:
-            opened.write(rng.randbytes(rng.choice([1, 2, 4, 100, 5000])))
-
-
-def garbage(file: Path, rng: random.Random) -> None:
-    file.write_bytes(rng.choice([b"", b"\0" * 3000, rng.randbytes(3000), b"<html>404</html>"]))
+def garbage(content: bytes, rng: random.Random) -> bytes:
+    return rng.choice([b"", b"\0" * 3000, rng.randbytes(3000), b"<html>404</html>"])
 
 
 class Dangerous:
     """A pickle that creates a file where it is loaded."""
 
-    def __init__(self, path: str):
-        self.path = path
-
     def __reduce__(self):
-        return open, (self.path, "w")
+        return open, ("ran", "w")
 
 
-def pickled(file: Path, rng: random.Random) -> None:
-    file.write_bytes(pickle.dumps(Dangerous(str(file.parent / "ran")), protocol=rng.randrange(6)))
+def pickled(content: bytes, rng: random.Random) -> bytes:
+    return pickle.dumps(Dangerous(), protocol=rng.randrange(6))
 
 
-def not_a_file(file: Path, rng: random.Random) -> None:
-    """Replace the file by something that is no regular file."""
-    file.unlink()
-    change = rng.choice(["absent", "directory", "FIFO", "loop", "zero", "full", "tty"])
-    if change == "directory":
-        file.mkdir()
-    elif change == "FIFO":
-        os.mkfifo(file)
-    elif change != "absent":
-        file.symlink_to(file if change == "loop" else f"/dev/{change}")
-
-
-# ---------------------------------------------------------------------------- changes to one format
 WEIRD = (
     ["12", "", 12.0, True, False, None, -1, 0, 1, 3, 4, 10**6, 2**31, 2**63, 10**40, 1e308, {}, []]
     + [float("nan"), float("inf"), [4], {"a": 1}, "\x1b[31mred", "\x1b]0;title\x07", "x" * 10**5]
@@ -96,44 +57,39 @@ WEIRD = (
 )
 
 
-def config_value(file: Path, rng: random.Random) -> None:
-    config = json.loads(file.read_text())
+def config_value(content: bytes, rng: random.Random) -> bytes:
+    config = json.loads(content)
     field = rng.choice(["vocab_size", "n_positions", "n_layer", "n_head", "n_embd", *config])
     config[field] = rng.choice(WEIRD)
     if rng.random() < 0.1:
         del config[field]
-    file.write_text(json.dumps(config))
+    return json.dumps(config).encode()
 
 
-def safetensors_header(file: Path, rng: random.Random) -> None:
+def safetensors_header(content: bytes, rng: random.Random) -> bytes:
     """Another length of the header, bits in it, or another header."""
-    raw = file.read_bytes()
-    length = int.from_bytes(raw[:8], "little")
+    length = int.from_bytes(content[:8], "little")
     match rng.randrange(3):
         case 0:
             other = rng.choice([0, 1, length - 1, length + 1, 10**8, 2**40, 2**64 - 1])
-            file.write_bytes(other.to_bytes(8, "little") + raw[8:])
-            return
+            return other.to_bytes(8, "little") + content[8:]
         case 1:
-            flip(file, rng, 8 + length)
-            return
-    header = json.loads(raw[8 : 8 + length])
+            return flip_bits(content, rng, 8 + length)
+    header = json.loads(content[8 : 8 + length])
     entry = header[rng.choice([name for name in header if name != "__metadata__"])]
     field = rng.choice(["dtype", "shape", "data_offsets"])
     huge = [[0, 2**63], [2**63], [0], [], [-1, 4], [2**32, 2**32], None, "\x1b[31m", 1.5, {}]
     entry[field] = rng.choice(["F64", "I32", "BOOL", "F8_E4M3", "F4", "C64", *huge])
     text = json.dumps(header).encode()
-    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[8 + length :])
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
 
 
-def llmc_header(file: Path, rng: random.Random) -> None:
-    raw = bytearray(file.read_bytes())
+def llmc_header(content: bytes, rng: random.Random) -> bytes:
+    raw = bytearray(content)
     for _ in range(rng.choice([1, 1, 2, 6])):
         value = rng.choice([rng.randrange(-(2**31), 2**31), 2**31 - 1, -1, 0, 1, 2, 3, 4, 5, 128])
         struct.pack_into("<i", raw, 4 * rng.randrange(8), value)
-    file.write_bytes(raw)
-    if rng.random() < 0.3:
-        os.truncate(file, 36 << 10)
+    return bytes(raw[: 36 << 10] if rng.random() < 0.3 else raw)
 
 
 # File → the change of its format and its share, and outcomes of a flip and of this change, beside
@@ -143,7 +99,7 @@ FILES = {
     "model.safetensors": (safetensors_header, 4, {VALUES}, set()),
     "model.bin": (llmc_header, 4, {VALUES, SIZES}, {SIZES}),
 }
-ANY = {flip: 3, length: 2, garbage: 1, pickled: 1, not_a_file: 2}
+ANY = {flip_bits: 3, resize: 2, garbage: 1, pickled: 1, not_a_file: 2}
 
 
 def compare(model: GPT2, original: GPT2) -> str:
@@ -154,49 +110,31 @@ def compare(model: GPT2, original: GPT2) -> str:
     return "same model" if equal else VALUES
 
 
-def load(folder: Path, name: str, original: GPT2) -> tuple[str, str]:
-    """The outcome, and what was said."""
-
-    def stop(*_):
-        raise Hang
-
-    signal.signal(signal.SIGALRM, stop)
-    # Repeated: an exception in a callback of the garbage collector is lost.
-    signal.setitimer(signal.ITIMER_REAL, TIMEOUT, 1.0)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    said = ""
-    try:
-        model = load_llmc(folder / name) if name == "model.bin" else load_hf(folder)
-        outcome = compare(model, original)
-    except Hang:
-        outcome = "hang"
-    except WeightsError as error:
-        said = str(error)
-        is_line = said == printable(said) and "\n" not in said
-        outcome = "refused" if is_line else "unprintable message"
-    except Exception as error:  # every other exception is a failure
-        outcome, said = "wrong exception", f"{type(error).__name__}: {error}"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-    if (folder / "ran").exists():
-        outcome = "code ran"
-    grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
-    return ("memory", f"{grown} bytes; {outcome}: {said}") if grown >= MEMORY else (outcome, said)
+def memory() -> int:
+    """The most memory that this process has had, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def trial(original: Path, model: GPT2, rng: random.Random) -> dict:
     name = rng.choice([*FILES])
     own, share, right_of_flip, right_of_own = FILES[name]
     (change,) = rng.choices([own, *ANY], [share, *ANY.values()])
-    right = {own: right_of_own, flip: right_of_flip}.get(change, set())
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(shutil.copytree(original, Path(temporary) / "model"))
-        change(folder / name, rng)
-        outcome, said = load(folder, name, model)
-    if outcome in {VALUES, SIZES} - right:
-        outcome, said = "silent wrong", outcome
-    said = said.replace(temporary, "")[:300]
-    return {"attack": f"{name}: {change.__name__}", "outcome": outcome, "said": said}
+    right = {own: right_of_own, flip_bits: right_of_flip}.get(change, set())
+    load = load_llmc if name == "model.bin" else load_hf
+    with tempfile.TemporaryDirectory() as temporary, contextlib.chdir(temporary):
+        folder = Path(shutil.copytree(original, "model"))
+        damage(folder / name, change, rng)
+        before, path = memory(), folder / name if name == "model.bin" else folder
+        outcome, said = judged(lambda: compare(load(path), model), WeightsError)
+        if outcome in {VALUES, SIZES} - right:
+            outcome, said = "silent wrong", outcome
+        if "\n" in said:
+            outcome = "several lines"
+        if (grown := memory() - before) >= MEMORY:
+            outcome, said = "memory", f"{grown} bytes; {outcome}: {said}"
+        if Path("ran").exists():
+            outcome = "code ran"
+    return {"attack": f"{name}: {change.__name__}", "outcome": outcome, "said": said[:300]}
 
 
 def run(trials: int, seed: int = 1) -> list[dict]:
