@@ -1,6 +1,5 @@
 """AdamW's moments in bf16, and AdamW at every N-th step."""
 
-import functools
 import itertools
 
 import jax
@@ -41,31 +40,10 @@ def test_the_first_moment_is_rounded_once_after_its_use():
 
 
 @pytest.mark.parametrize("moments", [("bf16", "fp32"), ("fp32", "bf16")])
-def test_losses_with_moments_in_bf16(moments):
-    """An update differs by less than 0.4 % for the first moment, and by about 0.4 % for the second;
-    so do the losses."""
-    x = gradients(64, 12)
-    y = np.tanh(x[:, :5])
-
-    @functools.partial(jax.jit, static_argnums=(0, 1))
-    def run(first, second):
-        dtypes = {"first_moment_dtype": first, "second_moment_dtype": second}
-        config = OptimizerConfig(learning_rate=3e-2, warmup_steps=4, **dtypes)
-        tx = config.build(total_steps=40, groups=(), mesh=MESH)
-        loss = lambda w: jnp.square(jnp.tanh(x @ w) - y).mean()
-
-        def step(carry, _):
-            (value, grads), state = jax.value_and_grad(loss)(carry[0]), carry[1]
-            updates, state = tx.update(grads, state, carry[0])
-            return (optax.apply_updates(carry[0], updates), state), value
-
-        w = jnp.asarray(gradients(12, 5))
-        (_, state), losses = jax.lax.scan(step, (w, tx.init(w)), length=40)
-        return losses, state[1][0]
-
-    (wanted, _), (found, state) = run("fp32", "fp32"), run(*moments)
-    assert wanted[-1] < 0.7 * wanted[0] and not np.array_equal(found, wanted)
-    np.testing.assert_allclose(found, wanted, rtol=4e-3)
+def test_the_dtypes_of_the_moments_are_the_configs(moments):
+    dtypes = dict(zip(("first_moment_dtype", "second_moment_dtype"), moments, strict=True))
+    tx, w = OptimizerConfig(**dtypes).build(total_steps=4, groups=(), mesh=MESH), jnp.ones(3)
+    state = tx.update(w, tx.init(w), w)[1][1][0]
     names = {"float32": "fp32", "bfloat16": "bf16"}
     assert tuple(names[m.dtype.name] for m in (state.mu, state.nu)) == moments
 
