@@ -2,14 +2,14 @@
 state, learn as matrices in fp32 do."""
 
 import dataclasses
-import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from kernel_tools import OPTIMIZED
-from train_tools import run, same_as
+from saved_run_tools import random_params, save_run
 
 import gptjax
 from gptjax import parallel
@@ -17,7 +17,7 @@ from gptjax.config import Config, ConfigError
 from gptjax.models.base import graph, params_of
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import NorMuonConfig, OptimizerConfig
-from gptjax.optim.low_precision import whole
+from gptjax.optim.low_precision import view, whole, with_mantissa
 from gptjax.parallel import Parallel, over_batch
 from gptjax.precision import Precision
 from gptjax.training.step import init_state, make_train_step
@@ -56,38 +56,23 @@ def test_losses_are_those_of_fp32_parameters_bit_for_bit(monkeypatch):
     assert dtypes == {"bfloat16", "float32"}  # kernels and biases
     assert state.params["wte"].dtype == jnp.float32
     joined = whole(state.params, state.opt_state)
-    for x, view, y in zip(*map(jax.tree.leaves, (joined, state.params, fp32.params)), strict=True):
+    for x, half, y in zip(*map(jax.tree.leaves, (joined, state.params, fp32.params)), strict=True):
         np.testing.assert_array_max_ulp(np.asarray(x), np.asarray(y), maxulp=8)
-        np.testing.assert_array_equal(np.asarray(x.astype(view.dtype)), np.asarray(view))
+        np.testing.assert_array_equal(np.asarray(x.astype(half.dtype)), np.asarray(half))
     kernel = state.params["blocks"][0]["mlp"]["c_fc"]["kernel"]
     low = state.opt_state.low["blocks"][0]["mlp"]["c_fc"]["kernel"]
     assert low.dtype == jnp.uint16 and low.sharding == kernel.sharding
 
 
-def test_a_run_resumes_bit_for_bit_and_is_loaded_with_all_bits(config):
-    narrow = {"param_storage": "bf16_mantissa", "second_moment_dtype": "bf16"}
-    optimizer = NorMuonConfig(warmup_steps=5, schedule_steps=20, **narrow)
-    model = dataclasses.replace(config.model, precision=BF16)
-    rarely = {"checkpoint_every": 10, "val_every": 20, "sample_every": 20}
-    config = dataclasses.replace(config, model=model, optimizer=optimizer, **rarely)
-    code, shown = run(config)
-    assert code == 0 and "sample ⟨" in shown
-    assert "param_storage bf16_mantissa" in shown
-    assert "second_moment_dtype bf16" in shown
-
-    resumed = dataclasses.replace(config, name="resumed", sample_every=0, val_every=0)
-    shutil.copytree(config.run_dir, resumed.run_dir)
-    shutil.rmtree(resumed.run_dir / "checkpoints" / "20")
-    same_as(config, resumed, "resuming from step 10")
-    with pytest.raises(ConfigError, match="--optimizer.param-storage: the checkpoint has bf16_m"):
-        other = dataclasses.replace(optimizer, param_storage="fp32")
-        run(dataclasses.replace(config, optimizer=other))
-
-    # All 32 bits are loaded.
-    params = params_of(gptjax.load(config.run_dir, tokenizer=None).model)
-    kernel = params["blocks"][0]["mlp"]["c_fc"]["kernel"]
-    assert kernel.dtype == jnp.float32
-    assert not np.array_equal(kernel, kernel.astype(jnp.bfloat16).astype(jnp.float32))
+def test_a_checkpoint_is_loaded_with_all_bits(tmp_path):
+    """test_transforms.py resumes such a run."""
+    params, tx = random_params(), with_mantissa(optax.sgd(0.1))
+    halves, state = view(params), tx.init(params)
+    changes = {"optimizer.param_storage": "bf16_mantissa"}
+    save_run(tmp_path, {1: halves}, changes=changes, opt_state=state)
+    loaded = params_of(gptjax.load(tmp_path, tokenizer=None).model)
+    jax.tree.map(np.testing.assert_array_equal, loaded, whole(halves, state))
+    assert not np.array_equal(loaded["wpe"], halves["wpe"].astype(jnp.float32))
 
 
 def test_a_model_that_reads_32_bits_is_refused():
