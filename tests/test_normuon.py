@@ -30,7 +30,6 @@ in_fp32 = functools.partial(polar_express, dtype=jnp.float32)
 # Polar Express in fp32 is known to a few parts in 10⁵ (test_polar_express.py); the rest of the
 # chain adds nothing to that.
 FP32 = 1e-4
-packed_qkv = lambda path: Matrices(packed=3 if path == "qkv" else 1)
 
 
 def normal(*shape, seed=0):
@@ -156,31 +155,6 @@ def test_twenty_steps_of_training_follow_pytorch():
             w.grad = None
     assert wanted[-1] < 0.7 * wanted[0]
     np.testing.assert_allclose(losses, wanted, rtol=2e-4)
-
-
-def test_sharded_parameters_keep_their_sharding_and_so_does_the_state():
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    rows, copied = (
-        jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
-        for spec in (["data"], [])
-    )
-    params = as_jax({"qkv": normal(6, 18), "tall": normal(8, 4)})
-    tx = normuon(0.1, weight_decay=0.2, method=in_fp32, layout=packed_qkv)
-
-    def steps(params, state):
-        for _ in range(3):
-            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
-            params = optax.apply_updates(params, updates)
-        return params, state
-
-    wanted, _ = jax.jit(steps)(params, tx.init(params))
-    state = tx.init(params)
-    like = jax.tree.map(lambda x: rows if x.shape in ((6, 18), (8, 4)) else copied, (params, state))
-    made, state = jax.jit(steps, out_shardings=like)(*jax.device_put((params, state), like))
-    momentum = optax.tree.get(state, "momentum")
-    for name in params:
-        assert made[name].sharding == momentum[name].sharding == rows
-        np.testing.assert_allclose(made[name], wanted[name], rtol=1e-4, atol=1e-5)
 
 
 def test_under_nnx_optimizer_gpt2s_groups_apply():
