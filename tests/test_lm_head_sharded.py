@@ -2,16 +2,14 @@
 of its rows and columns, and the gradients are summed once."""
 
 import functools
-import os
 import re
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from process_tools import python
 
 from pallas_kernels import fused_classifier, linear_cross_entropy, lm_head, select
 from pallas_kernels.classifier import SigmoidCap
@@ -204,9 +202,8 @@ def test_vocabulary_sums_are_one_collective():
 
 def test_vocabulary_and_rows_on_four_devices():
     """In a process of its own."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", __file__, "-k", "vocabulary_values"]
-    done = subprocess.run(command, env=os.environ | {"TEST_DEVICES": "4"}, capture_output=True)
-    assert done.returncode == 0, done.stdout.decode()[-2000:]
+    tests = [__file__, "-k", "vocabulary_values"]
+    python("-m", "pytest", "-q", "-n", "0", *tests, TEST_DEVICES="4")
 
 
 @kinds
