@@ -149,9 +149,10 @@ def test_unsuitable_models_are_refused(saved, tmp_path, words):
         other = save_run(tmp_path / name, {1: {}}, tokenizer="gpt2", changes={"model": name})
         with pytest.raises(error, match=says):
             init_from.resolve(config_for(other, tmp_path))
-    source = dataclasses.replace(sources.find(saved), tokenizer="gpt2")
+    source = dataclasses.replace(sources.find(saved), tokenizer="own", tokenizer_at="llama")
     dataset = find_dataset(str(words), tmp_path, "auto")
-    with pytest.raises(ConfigError, match="has the tokenizer gpt2, and .* has byte"):
+    says = "has the tokenizer own, and .* has byte; prepare the data with --tokenizer llama$"
+    with pytest.raises(ConfigError, match=says):
         init_from.check_tokenizer(source, dataset)
     init_from.check_tokenizer(sources.find(saved), dataset)
 

@@ -9,17 +9,13 @@ import numpy as np
 import pytest
 import tokenizer_tools as tools
 import torch
-from flax import nnx
 from hf_tools import read_gguf, transformers
 from train_tools import losses, rows, run
 
 import gptjax
 from gptjax import cli, evaluate, export, model_options, sample
-from gptjax.config import ConfigError
 from gptjax.data import find_dataset, open_shard
 from gptjax.data.__main__ import main as data
-from gptjax.training import init_from
-from gptjax.weights import WeightsError, sources
 
 CONFIG = Path(__file__).parents[1] / "configs" / "llama_finetune.py"
 SHORT = (
@@ -135,18 +131,3 @@ def test_from_a_hugging_face_folder_and_back(
     assert fields("tokenizer.ggml.pre") == "llama-bpe"
     assert ("output.weight" in tensors) != KINDS[kind][0]
     assert ("rope_freqs.weight" in tensors) == (kind != "2")
-
-
-def test_a_text_with_other_ids_and_a_model_with_fewer_ids_are_refused(tmp_path):
-    write_llama(tmp_path / "llama_hf", "2")
-    (tmp_path / "a.txt").write_text("".join(tools.TEXTS))
-    options = ["--data-dir", str(tmp_path), "--name", "bytes", "--tokenizer", "byte"]
-    assert data(["text", str(tmp_path / "a.txt"), *options]) == 0
-    source = sources.find(tmp_path / "llama_hf")
-    with pytest.raises(ConfigError, match="prepare the data with --tokenizer .*llama_hf"):
-        init_from.check_tokenizer(source, find_dataset("bytes", tmp_path))
-    config = gptjax.GPT2Config(vocab_size=200, block_size=8, n_layer=1, n_head=1, n_embd=8)
-    gptjax.save_hf(gptjax.GPT2(config, rngs=nnx.Rngs(0)), tmp_path / "small")
-    with pytest.raises(WeightsError, match=r"at least the \d+ ids .* found a vocabulary of 200"):
-        gptjax.load(tmp_path / "small", tokenizer=tmp_path / "llama_hf")
-    assert gptjax.load(tmp_path / "small").tokenizer is None

@@ -104,15 +104,16 @@ def test_the_parts_of_the_processes_are_the_batches_of_one(shared, processes, ro
     np.testing.assert_array_equal(np.stack(parts, axis=2).reshape(whole.shape), whole)
 
 
-def epochs(paths, seed, count=3):
-    return window_numbers(take(make(paths, batch=25, seed=seed), count)).reshape(count, 25).tolist()
+def epochs(paths, seed, count=3, **how):
+    batches = take(make(paths, batch=25, seed=seed, **how), count)
+    return window_numbers(batches).reshape(count, 25).tolist()
 
 
 def test_the_order_is_shuffled_and_another_in_each_epoch_and_for_each_seed(shared):
     orders = [order for seed in (0, 1, 2) for order in epochs(shared, seed)]
     assert len({tuple(order) for order in orders}) == 9  # neighbouring seeds share no epoch either
     assert list(range(25)) not in orders
-    assert epochs(shared, 1) == epochs(shared, 1)
+    assert epochs(shared, 1) == epochs(shared, 1) != epochs(shared, 1, order=1)
     assert orders[0] == ORDER
     # Almost no window is followed by its successor in the text.
     assert (np.diff(orders, axis=1) == 1).sum() < 30
