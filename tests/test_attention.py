@@ -60,12 +60,6 @@ def test_output_and_gradients(shape, dtype, mask):
     check("xla", shape, dtype, **RMS, **mask)
 
 
-@pytest.mark.parametrize("mask", [MASKS[0], MASKS[1], MASKS[5], MASKS[8]], ids=str)
-def test_packed_is_unpacked(mask):
-    found = [check("xla", ODD, jnp.float32, **RMS, **mask, packed=p) for p in (False, True)]
-    jax.tree.map(np.testing.assert_array_equal, *found)
-
-
 @pytest.mark.parametrize("key_heads", [1, 3])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_reference_is_the_definition(mask, key_heads):

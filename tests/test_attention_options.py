@@ -179,12 +179,22 @@ def test_tf32_of_unequal_shapes(triton_on_cpu, monkeypatch):
         assert rms(x - true) < 2.0**-9 * rms(true)
 
 
-def test_packed_has_caps_and_sinks(backend):
-    (q, k, v, sinks), *_ = arguments((2, 20, 20, 2, 2, 8, 8), FP32, {"sinks_H": True})
-    how = {"softcap": 1.5, "sinks_H": sinks, "implementation": backend, "precision": "highest"}
-    np.testing.assert_array_equal(
-        flash_attention_qkv(jnp.stack([q, k, v], 2), **how), flash_attention(q, k, v, **how)
-    )
+def test_packed_is_separate(backend, monkeypatch):
+    if backend == "triton":
+        set_tiles(monkeypatch, 16, 16)
+    (*qkv, sinks), *_ = arguments((2, 35, 35, 3, 3, 8, 8), FP32, {"sinks_H": True})
+    ids = jnp.asarray(DOCUMENTS[:, :35])
+    for options in (
+        {"softcap": 1.5, "sinks_H": sinks},
+        {"segment_ids": ids, "window": 12},
+        {"causal": False, "scale": 0.7},
+    ):
+        how = {"implementation": backend, "precision": "highest", "return_lse": True} | options
+        separate = functools.partial(flash_attention, **how)
+        packed = lambda *qkv, how=how: flash_attention_qkv(jnp.stack(qkv, 2), **how)
+        out = separate(*qkv)
+        found = [jax.jit(with_gradients(f))(qkv, out) for f in (separate, packed)]
+        jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def test_queries_that_see_no_key(backend):

@@ -85,15 +85,6 @@ def test_masks_over_every_kind_of_block(how, triton_on_cpu, monkeypatch):
     check_triton((1, 128 if "scale" not in how else 107, 1, 1, 16), **how)
 
 
-def test_packed_is_unpacked(triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16)
-    shape = (2, 35, 3, 3, 5)
-    how = segments(shape, 3)
-    found = [check("triton", shape, FP16, packed=packed, **how) for packed in (True, False)]
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
 # ------------------------------------------------------------------------------------------ in TF32
 
 
