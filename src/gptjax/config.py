@@ -287,20 +287,13 @@ class Config:
         index."""
         return staging.schedules(self.optimizer, self.stages, self.max_steps)
 
-    def build_optimizer(
-        self, mesh: Mesh | AbstractMesh, schedules: Mapping[str, optax.Schedule] | None = None
-    ) -> Scheduled:
-        """Return the optimizer for the model's parameters, with its learning rate.
-
-        Args:
-            mesh: the devices of the run.
-            schedules: see `OptimizerConfig.build`.
-        """
-        groups, schedules = self.model.parameter_groups(), schedules or self.schedules()
+    def build_optimizer(self, mesh: Mesh | AbstractMesh) -> Scheduled:
+        """Return the optimizer for the model's parameters, with its learning rate, on the devices
+        of the run."""
+        groups, schedules = self.model.parameter_groups(), self.schedules()
         how = {"groups": groups, "mesh": mesh, "schedules": schedules}
         tx = self.optimizer.build(total_steps=self.max_steps, **how)
-        tx = self.optimizer.with_averages(tx, schedules)
-        tx = self.optimizer.with_storage(tx, groups)
+        tx = self.optimizer.completed(tx, groups, schedules)
         return Scheduled.of(tx, schedules["learning_rate"])
 
     def parallel_on(self, devices: list[Any]) -> Parallel:

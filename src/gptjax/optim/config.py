@@ -171,29 +171,19 @@ class OptimizerConfig:
             total_steps: optimizer steps of the run.
             groups: the `Group`s of the model's parameters.
             mesh: the devices of the run.
-            schedules: used instead of `self.schedules(total_steps)`. A schedule may read an
-                argument of the compiled function: one executable then serves runs of any learning
-                rate and length.
+            schedules: used instead of `self.schedules(total_steps)`, such as those of a run with
+                stages.
         """
-        return self._build(schedules or self.schedules(total_steps), groups, mesh)
+        return adamw(**self._adamw_options(schedules or self.schedules(total_steps)))
 
-    def _build(
+    def completed(
         self,
-        schedules: Mapping[str, optax.Schedule],
+        tx: optax.GradientTransformation,
         groups: Sequence[Group],
-        mesh: Mesh | AbstractMesh,
-    ) -> optax.GradientTransformation:
-        return adamw(**self._adamw_options(schedules))
-
-    def with_averages(
-        self, tx: optax.GradientTransformation, schedules: Mapping[str, optax.Schedule]
+        schedules: Mapping[str, optax.Schedule],
     ) -> optax.GradientTransformation:
         """Return the transformation of `build`, with `tail_ema` and in `ema_nesterov` if the
-        options select them.
-
-        Args:
-            schedules: the schedules of `build`.
-        """
+        options select them, for parameters in `param_storage`."""
         if self.tail_ema_weight:
             exclude = re.compile(self.tail_ema_exclude)
             average = tail_ema(
@@ -204,12 +194,6 @@ class OptimizerConfig:
             tx = optax.named_chain(("optimizer", tx), ("average", average))
         if self.ema_nesterov_beta:
             tx = ema_nesterov(tx, schedules["ema_nesterov_beta"], self.ema_nesterov_gamma)
-        return tx
-
-    def with_storage(
-        self, tx: optax.GradientTransformation, groups: Sequence[Group]
-    ) -> optax.GradientTransformation:
-        """Return the transformation of `build`, for parameters in `param_storage`."""
         if self.param_storage == "fp32":
             return tx
         rules = [group.paths for group in groups if group.matrices is not None]
@@ -353,7 +337,8 @@ class NorMuonConfig(MatrixOptimizerConfig):
         )
         return result | {"matrix_weight_decay": weight_decay, "momentum": momentum}
 
-    def _build(self, schedules, groups, mesh):
+    def build(self, *, total_steps, groups, mesh, schedules=None):
+        schedules = schedules or self.schedules(total_steps)
         if self.row_floor or self.radial_damping or self.radial_pin:
             matrix = self._controlled(schedules, functools.partial(group_of, tuple(groups)), mesh)
             return matrices_and_adamw(groups, matrix, **self._adamw_options(schedules))
@@ -414,7 +399,8 @@ class MuonConfig(MatrixOptimizerConfig):
                 )
         return super().why_not(groups)
 
-    def _build(self, schedules, groups, mesh):
+    def build(self, *, total_steps, groups, mesh, schedules=None):
+        schedules = schedules or self.schedules(total_steps)
         whole = optax.contrib.MuonDimensionNumbers(0, 1)
         # The AdamW of optax.contrib.muon would have Nesterov momentum, and decay for all
         # parameters. Hence optax.contrib.muon gets matrices only.
