@@ -2,29 +2,23 @@
 
 import io
 import time
+from unittest import mock
 
 from rich.console import Console
 
 from gptjax.training.status_line import StartUpTime, StatusLine
 
-
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-VALUES = dict(loss=3.25, lr=6e-4)
+VALUES = dict(loss=3.25, lr=6e-4, ms=None, tokens_per_second=None, mfu=None)
 FULL = dict(ms=815.12, tokens_per_second=643_700.4, mfu=0.5204)
 
 
 def plain_lines(updates, *, total=100):
     """Return the output; `updates` are (seconds, step, values)."""
-    stream, clock = io.StringIO(), Clock()
-    status = StatusLine(total, Console(file=stream, width=40), clock=clock)
-    for clock.now, step, values in ((float(at), *rest) for at, *rest in updates):
-        status.update(step, **VALUES, **values)
+    stream = io.StringIO()
+    status = StatusLine(total, Console(file=stream, width=40), tokens=lambda steps: steps)
+    for at, step, values in updates:
+        with mock.patch("time.monotonic", return_value=float(at)):
+            status.update(step, **VALUES | values)
         status.val = "3.5000"
     return stream.getvalue().splitlines()
 

@@ -21,6 +21,7 @@ from pallas_kernels.classifier import to_int32
 from pallas_kernels.gemm import Numerics
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "std", "dtype", "uniform"))
 def normal(
     key: Array,
     shape: tuple[int, ...],
@@ -30,19 +31,14 @@ def normal(
     uniform: bool = False,
 ) -> Array:
     """Return samples of N(0, std²), or uniform ones, on one device: a sharded sampler would differ
-    in the last bits."""
-    return _samples(key, shape, uniform, 3**0.5 * std if uniform else std, dtype)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "uniform", "factor", "dtype"))
-def _samples(key, shape, uniform, factor, dtype):
-    """Return samples · factor, with uniform samples in [-1, 1).
+    in the last bits.
 
     The barrier keeps XLA from folding the factor into a constant of the sampler. Folding would
     change the last bit of the samples between executables.
     """
     sample = functools.partial(jax.random.uniform, minval=-1) if uniform else jax.random.normal
-    return jax.lax.optimization_barrier(sample(key, shape, dtype)) * jnp.array(factor, dtype)
+    factor = jnp.array(3**0.5 * std if uniform else std, dtype)
+    return jax.lax.optimization_barrier(sample(key, shape, dtype)) * factor
 
 
 class Block(nnx.Module):

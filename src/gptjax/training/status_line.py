@@ -50,7 +50,6 @@ class StatusLine:
     Args:
         total_steps: last step of training.
         console: output.
-        clock: function that returns the time in seconds.
         tokens: function that returns the tokens in a number of steps, for the remaining time.
 
     Attributes:
@@ -58,45 +57,29 @@ class StatusLine:
         notes: further texts by name, at the end of the line.
     """
 
-    def __init__(
-        self,
-        total_steps: int,
-        console: Console,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        tokens: Callable[[int], int] = lambda steps: steps,
-    ):
-        self._total_steps, self._console = total_steps, console
-        self._clock, self._tokens = clock, tokens
+    def __init__(self, total_steps: int, console: Console, tokens: Callable[[int], int]):
+        self._total_steps, self._console, self._tokens = total_steps, console, tokens
         self._first: tuple[int, float] | None = None
         self.val, self.notes = "–", {}
 
-    def update(
-        self,
-        step: int,
-        *,
-        loss: float,
-        lr: float,
-        ms: float | None = None,
-        tokens_per_second: float | None = None,
-        mfu: float | None = None,
-    ) -> None:
+    def update(self, step: int, **values: float | None) -> None:
         """Print the state after `step` completed steps, if a line is due.
 
         Args:
-            loss: training loss in nats per token.
-            lr: learning rate.
-            ms, tokens_per_second, mfu: step time in milliseconds, throughput, and fraction of the
-                peak; None if unknown.
+            values: loss, lr, ms, tokens_per_second and mfu, as in log.jsonl; None if unknown.
         """
-        now = self._clock()
+        now = time.monotonic()
         self._first = self._first or (step, now)
         if step % LOG_EVERY and step not in (self._first[0], self._total_steps):
             return
+
+        def shown(name: str, spec: str) -> str:
+            return "–" if values[name] is None else format(values[name], spec)
+
         parts = [
-            f"step {step}/{self._total_steps} · loss {loss:.4f} · val {self.val}",
-            f"{_or_dash(ms, '.1f')} ms · {_or_dash(tokens_per_second, ',.0f')} tok/s",
-            f"ETA {self._eta(step, now)} · MFU {_or_dash(mfu, '.1%')} · lr {lr:.2e}",
+            f"step {step}/{self._total_steps} · loss {shown('loss', '.4f')} · val {self.val}",
+            f"{shown('ms', '.1f')} ms · {shown('tokens_per_second', ',.0f')} tok/s",
+            f"ETA {self._eta(step, now)} · MFU {shown('mfu', '.1%')} · lr {shown('lr', '.2e')}",
             *filter(None, self.notes.values()),
         ]
         self._console.print(" · ".join(parts), soft_wrap=True, markup=False, highlight=False)
@@ -114,7 +97,3 @@ class StatusLine:
         seconds = round(left * (now - started) / done)
         hours, minutes = seconds // 3600, seconds // 60 % 60
         return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{seconds % 60:02d}s"
-
-
-def _or_dash(value: float | None, spec: str) -> str:
-    return "–" if value is None else format(value, spec)
