@@ -137,7 +137,6 @@ def test_progress_without_a_terminal(command, monkeypatch, folder):
             ["--task", "loss", "--file", "x", "--dataset", "y"],
             "file of one task, without --dataset",
         ),
-        (["--task", "loss", "--precision", "fp7"], "--precision must be one of fp32, "),
         (["--task", "loss", "--out", "none/x.json"], "must be a file in a folder that exists"),
         (["--task", "loss", "--file", "none.txt"], "none.txt: No such file or directory"),
         (["--task", "core", "mmlu"], "other tasks: python -m gptjax.evaluate RUN --harness mmlu"),

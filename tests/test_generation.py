@@ -243,8 +243,8 @@ def test_a_model_spread_over_devices_gives_the_same_tokens():
         ({"lengths_B": np.array([5])}, r"lengths_B of 1 integers from 1 to 4, .* got \[5\]"),
         ({"implementation": "triton"}, "needs an NVIDIA GPU"),
         ({"prompt_BT": np.full((1, 4), 61)}, r"prompt ids must lie in \[0, 61\), got 61…61"),
-        ({"prompt_BT": np.ones(4, np.int32)}, r"shape \(batch, time\), got int32 .* \(4,\)"),
-        ({"prompt_BT": np.ones((1, 4))}, r"integer ids and shape \(batch, time\), got float64"),
+        ({"prompt_BT": np.ones(4, np.int32)}, r"shape \(batch, time\), .* got \(4,\) in int32"),
+        ({"prompt_BT": np.ones((1, 4))}, r"integer ids of shape .* got \(1, 4\) in float64"),
     ],
 )
 def test_errors_state_the_numbers(change, message, monkeypatch):

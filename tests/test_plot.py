@@ -233,5 +233,5 @@ def test_the_command(tmp_path):
     done = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, **how)
     assert (done.stdout, done.stderr) == (f"{out}\n0 set()\n", "")
     assert out.read_bytes().startswith(PNG)
-    with pytest.raises(ValueError, match="expected a picture's name that ends in one of"):
+    with pytest.raises(ValueError, match="'xyz' is not supported"):
         plot_runs([run], tmp_path / "loss.xyz")

@@ -6,6 +6,7 @@ import math
 import os
 import struct
 import sys
+from contextlib import closing
 from unittest import mock
 
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def test_a_line_holds_every_field(tmp_path):
     fields = {"loss": jnp.float32(2.5), "lr": np.float64(1e-3), "ok": True, "note": None}
     broken = {"nan": math.nan, "inf": jnp.float32(jnp.inf), "low": -math.inf}
     text = "Grüße\n\u2028\N{DUCK}"
-    with RunLog(tmp_path / "new" / "run") as log:
+    with closing(RunLog(tmp_path / "new" / "run")) as log:
         log.write("train", 3, 3072, norm=jnp.bfloat16(1.5), **fields, **broken)
         log.write("sample", 4, 4096, text=text)
         # The lines are in the file while the log is open.
@@ -71,9 +72,9 @@ def test_a_line_holds_every_field(tmp_path):
 
 
 def test_resume_joins_two_runs_into_one_curve(tmp_path):
-    with RunLog(tmp_path) as log:
+    with closing(RunLog(tmp_path)) as log:
         write_steps(log, range(1, 8))
-    with RunLog(tmp_path, resume_step=4) as log:
+    with closing(RunLog(tmp_path, resume_step=4)) as log:
         write_steps(log, range(5, 9))
     rows = read_log(log.path)
     steps = {
@@ -116,12 +117,12 @@ class FullDisk:
 
 @pytest.mark.parametrize("room", [0, 30])
 def test_a_full_disk_is_an_error_and_the_run_resumes(tmp_path, room):
-    with RunLog(tmp_path) as log:
+    with closing(RunLog(tmp_path)) as log:
         log.write("train", 1, 10, loss=1.0)
         log._file = FullDisk(log._file, room)
         with pytest.raises(OSError, match="No space left"):
             log.write("train", 2, 20, loss=1.0)
-    with RunLog(tmp_path, 1) as log:
+    with closing(RunLog(tmp_path, 1)) as log:
         log.write("train", 2, 20, loss=2.0)
     assert [row["loss"] for row in read_log(log.path)] == [1.0, 2.0]
 
@@ -139,7 +140,7 @@ def test_a_torn_last_line_is_left_out_and_dropped_on_resume(tmp_path, tail, step
     path = tmp_path / "log.jsonl"
     path.write_text(STEP_1 + tail)
     assert [row["step"] for row in read_log(path)] == steps
-    with RunLog(tmp_path, resume_step=3) as log:
+    with closing(RunLog(tmp_path, resume_step=3)) as log:
         write_steps(log, [5])
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*steps, 5]
 
@@ -184,7 +185,7 @@ def wandb(monkeypatch):
 
 def test_wandb_gets_what_the_log_gets(tmp_path, wandb):
     fake, run = wandb(), tmp_path / "run"
-    with RunLog(run, wandb="gpt") as log:
+    with closing(RunLog(run, wandb="gpt")) as log:
         log.write("event", 0, 0, event="start", config={"seed": 3})
         log.write("train", 1, 10, loss=jnp.float32(2.5), skipped=None)
         log.write("val", 1, 10, loss=2.0)
@@ -209,7 +210,7 @@ def test_wandb_gets_what_the_log_gets(tmp_path, wandb):
 @pytest.mark.parametrize("broken", ["init", "log", "finish"])
 def test_wandb_is_turned_off_with_a_note_at_its_first_error(tmp_path, wandb, broken):
     fake, notes = wandb(broken), []
-    with RunLog(tmp_path, wandb="gpt", note=notes.append) as log:
+    with closing(RunLog(tmp_path, wandb="gpt", note=notes.append)) as log:
         write_steps(log, range(1, 4))
     assert notes == [
         f"Weights & Biases is no longer written: no network in {broken}; log.jsonl is still written"

@@ -1,7 +1,6 @@
 """The command `gptjax`: `gptjax sample` runs the module gptjax.sample as `python -m` does."""
 
 import difflib
-import importlib.util
 import runpy
 import sys
 
@@ -24,18 +23,17 @@ COMMANDS = {
 def main() -> None:
     """Run a command. Only the command's own modules are imported."""
     name, *rest = sys.argv[1:] or ["--help"]
-    known = [name for name in COMMANDS if importlib.util.find_spec(f"gptjax.{name}")]
     if name in ("-h", "--help"):
-        lines = [f"  {command:<10}{COMMANDS[command]}" for command in known]
+        lines = [f"  {command:<10}{text}" for command, text in COMMANDS.items()]
         print("usage: gptjax COMMAND [OPTION ...]\n", *lines, sep="\n")
         print("\ngptjax COMMAND --help lists the options; gptjax --version prints the version.")
     elif name == "--version":
         print(f"gptjax {gptjax.__version__}")
-    elif name in known:
+    elif name in COMMANDS:
         sys.argv[1:] = rest
         runpy.run_module(f"gptjax.{name}", run_name="__main__", alter_sys=True)
     else:
-        near = difflib.get_close_matches(name, known, n=1)
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         guess = f"; did you mean {near[0]}?" if near else "; gptjax --help lists the commands"
         print(f"error: gptjax has no command {name!r}{guess}", file=sys.stderr)
         sys.exit(2)

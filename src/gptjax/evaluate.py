@@ -75,7 +75,6 @@ class Evaluate(ModelOptions):
             raise EvaluationError("--file is the file of one task, without --dataset")
         if self.limit is not None and self.limit < 1:
             raise EvaluationError(f"--limit must be at least 1, got {self.limit}")
-        self.check_precision()
         if self.out is not None and not output(self.out).parent.is_dir():
             raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
 

@@ -27,8 +27,8 @@ class ModelOptions:
     """A run's folder, one of its checkpoints, a Hugging Face folder, or llm.c's .bin."""
     tokenizer: str = "auto"
     """auto: the model's tokenizer. gpt2, byte, or the path of a tokenizer.json."""
-    precision: str | None = None
-    """Precision of the computation: fp32, tf32, bf16, … None: the run's precision, or fp32."""
+    precision: Literal[*PRECISIONS] | None = None
+    """Precision of the computation. None: the run's precision, or fp32."""
     step: int | None = None
     """Step of a run's checkpoint. None: the newest."""
     config: Path | None = None
@@ -55,7 +55,7 @@ class ModelOptions:
         """Return the model and its tokenizer.
 
         Raises:
-            ConfigError: an unknown precision, or the tokenizer is not known.
+            ConfigError: the tokenizer is not known.
             WeightsError, DataError: the errors of `gptjax.load`.
         """
         from gptjax import cli
@@ -73,10 +73,3 @@ class ModelOptions:
                 "byte, or to the path of a tokenizer.json"
             )
         return model, tokenizer
-
-    def check_precision(self) -> None:
-        """Raise ConfigError for an unknown precision."""
-        if self.precision is not None and self.precision not in PRECISIONS:
-            raise ConfigError(
-                f"--precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
-            )

@@ -288,13 +288,8 @@ def _is_sharded(x: Any) -> bool:
     return isinstance(x, Sharded)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _gather(x: jax.Array, place: Placement, dtype: Any) -> jax.Array:
+def _all_gather(x: jax.Array, place: Placement, dtype: Any) -> jax.Array:
     """Gather a parameter in the placement's dtype, and return it in `dtype`."""
-    return _all_gather(x, place, dtype)
-
-
-def _all_gather(x, place, dtype):
     if place.axis is None:
         return x
     whole = jax.lax.all_gather(x.astype(place.dtype), AXIS, axis=place.axis, tiled=True)
@@ -315,6 +310,7 @@ def _gather_backward(place, dtype, like, g):
     return (g.astype(like.dtype),)
 
 
+_gather = jax.custom_vjp(_all_gather, nondiff_argnums=(1, 2))
 _gather.defvjp(_gather_forward, _gather_backward)
 
 

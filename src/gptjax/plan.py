@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -224,7 +224,7 @@ def show(result: dict[str, Any]) -> None:
 
 def main(
     config: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CONFIG")],
-    gpu: str = "h100",
+    gpu: Literal[*GPUS] = "h100",
     count: int = 1,
     price: float | None = None,
     json: bool = False,
@@ -233,23 +233,21 @@ def main(
 
     Args:
         config: Config file of the run, or the name of a config of gptjax.
-        gpu: Name of the GPU: h100, h200, a100, a100-40gb, l40s or rtx4090.
+        gpu: Name of the GPU.
         count: Number of GPUs.
         price: USD for a GPU and hour; adds the cost of the run.
         json: Print the plan as JSON.
     """
 
     def command() -> None:
-        if gpu.lower() not in GPUS or count < 1:
-            raise ConfigError(
-                f"expected --gpu {', '.join(GPUS)} and --count 1 or more, got {gpu} and {count}"
-            )
+        if count < 1:
+            raise ConfigError(f"expected --count 1 or more, got {count}")
         if importlib.util.find_spec("jax_triton") is None:
             raise ConfigError(
                 "plan traces the Triton kernels: pip install jax-triton; no GPU is needed"
             )
         jax.config.update("jax_platforms", "cpu")
-        result = plan(cli.load(config), gpu.lower(), count, price)
+        result = plan(cli.load(config), gpu, count, price)
         print(json_module.dumps(result)) if json else show(result)
 
     return exit_code(command, (ConfigError,))

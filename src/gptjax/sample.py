@@ -63,7 +63,6 @@ class Sample(ModelOptions):
             check_options(self.max_new_tokens, self.temperature, self.top_k, self.top_p)
         except ValueError as error:
             raise ConfigError(str(error).removeprefix("generate: ")) from error
-        self.check_precision()
 
     def prompts(self) -> list[str]:
         """Return the prompts of --prompt and --prompt-file, in this order; [""] without any.

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Int, Integer, Key, UInt32
 
-from gptjax.models.base import Model
+from gptjax.models.base import Model, check_ids
 from gptjax.models.layers import Linear
 from pallas_kernels import DecoderCache, DecoderWeights, Filters, sample_token
 
@@ -142,14 +142,9 @@ def token_chunks(
 
 
 def _check_prompt(prompt_BT: np.ndarray, vocab_size: int, block_size: int) -> None:
-    shape, dtype = prompt_BT.shape, prompt_BT.dtype
-    if 0 in shape:
+    if 0 in (shape := prompt_BT.shape):
         raise ValueError(f"generate: the prompt is empty, shape {shape}; pass at least one token")
-    if len(shape) != 2 or not np.issubdtype(dtype, np.integer):
-        raise ValueError(
-            f"generate: expected a prompt of integer ids and shape (batch, time), got {dtype} of "
-            f"shape {shape}; a single prompt is prompt[None]"
-        )
+    check_ids("generate", prompt_BT)
     if shape[1] >= block_size:
         raise ValueError(
             f"generate: a prompt of {shape[1]} tokens leaves no room for a new one in "

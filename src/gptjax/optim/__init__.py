@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from gptjax.optim.adamw import adamw, add_cautious_decay, decay_mask, matrices_and_adamw
 from gptjax.optim.low_precision import view, whole, with_mantissa, with_stochastic_rounding
-from gptjax.optim.metrics import Metrics
 from gptjax.optim.normuon import (
     distributed,
     momentum_schedule,
@@ -20,6 +19,7 @@ from gptjax.optim.partition import Group, GroupError, Matrices
 from gptjax.optim.polar_express import newton_schulz, polar_express
 from gptjax.optim.schedules import SCHEDULES, Scheduled, schedule
 from gptjax.optim.transforms import (
+    Metrics,
     ema_nesterov,
     evaluation_params,
     radial_pin,

@@ -180,6 +180,23 @@ def tail_ema(
     return optax.GradientTransformation(init, update)
 
 
+class Metrics(NamedTuple):
+    """State, or part of the state, of a transformation: metrics of the last update, by name, which
+    the training step logs.
+
+    Attributes:
+        values: numbers or arrays, the same names in every update.
+    """
+
+    values: dict[str, Array]
+
+
+def metrics_of(state: optax.OptState) -> dict[str, Array]:
+    """Return the values of all `Metrics` in an optimizer's state."""
+    found = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Metrics))
+    return {k: v for x in found if isinstance(x, Metrics) for k, v in x.values.items()}
+
+
 def evaluation_params(params: optax.Params, state: optax.OptState) -> optax.Params:
     """Return the parameters to evaluate, sample from and export, in the dtypes of `params`.
 

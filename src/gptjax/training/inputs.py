@@ -98,14 +98,10 @@ class Inputs:
         """Sharding of (sequence, token)."""
         return parallel.over_batch(self.mesh, axis=0)
 
-    def abstract_train_batch(self, stage: Config, micro_batch: int | None = None) -> Batch:
-        """Return the shapes and shardings of a step's batch.
-
-        Args:
-            stage: config of the stage.
-            micro_batch: sequences of a micro-batch. None: the stage's.
-        """
-        sequences = (micro_batch or stage.micro_batch) * self.mesh.size
+    def abstract_train_batch(self, stage: Config, micro_batch: int) -> Batch:
+        """Return the shapes and shardings of a step's batch in a stage with this config, for
+        micro-batches of this number of sequences."""
+        sequences = micro_batch * self.mesh.size
         shape = (stage.batch // sequences, sequences, stage.sequence_length)
         return self._abstract(shape, self.train_sharding)
 

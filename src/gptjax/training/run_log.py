@@ -127,12 +127,6 @@ class RunLog:
             with contextlib.suppress(OSError):
                 log is not None and log.close()
 
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *exc_info) -> None:
-        self.close()
-
 
 class NoLog(RunLog):
     """A log that writes nothing, for all processes of a run except process 0."""

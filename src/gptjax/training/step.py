@@ -31,7 +31,7 @@ from gptjax.models.base import (
 from gptjax.models.record import with_metrics
 from gptjax.optim import Scheduled, evaluation_params, low_precision
 from gptjax.optim.adamw import global_norm
-from gptjax.optim.metrics import metrics_of
+from gptjax.optim.transforms import metrics_of
 from gptjax.parallel import AXIS, Parallel
 from gptjax.training.loop import sum_over
 from gptjax.training.outliers import OutlierWindow, observe
