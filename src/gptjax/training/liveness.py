@@ -61,9 +61,6 @@ class _Launch:
     reusable: set[_Array]
     """Arrays whose memory a result can have, if the operation is their last reader."""
 
-    def arrays(self) -> list[_Array]:
-        return [*self.operation.results, *self.read]
-
 
 def bytes_of(x: Any) -> int:
     """Return the bytes of an array or its shape; 0 for anything else."""
@@ -239,27 +236,22 @@ def _orders(launches: list[_Launch], outputs: list[_Array], kept: set[_Array]):
 
     as_written = depth_first(lambda _: 0)
     yield as_written
-    # Operands with the most users and bytes first. XLA limits both sums, which count an array once
-    # for each path from it.
-    users = collections.Counter(x for operands in before.values() for x in operands)
-    rank, so_far = {}, 0
+    # Operands with the most bytes first. XLA limits the sum, which counts an array once for each
+    # path from it.
+    size, so_far = {}, 0
     for launch in as_written:
         own = sum(x.bytes for x in launch.operation.results)
         so_far += own
-        more, size = (sum(rank[x][i] for x in before[launch]) for i in (0, 1))
-        more = min(max(users[launch] - 1, 0) + more, len(launches))
-        rank[launch] = more, min(own + size, so_far)
-    yield depth_first(lambda x: (-rank[x][0], -rank[x][1]))
+        size[launch] = min(own + sum(size[x] for x in before[launch]), so_far)
+    yield depth_first(lambda x: -size[x])
     yield _greedy(launches, before, kept)
 
 
 def _greedy(launches, before, kept):
     """Return the launches, of those possible always the one that frees the most bytes."""
     readers = collections.Counter(x for launch in launches for x in launch.read)
-    missing, after = (
-        {launch: len(before[launch]) for launch in launches},
-        collections.defaultdict(list),
-    )
+    missing = {launch: len(before[launch]) for launch in launches}
+    after, number = collections.defaultdict(list), {x: i for i, x in enumerate(launches)}
     for launch in launches:
         for x in before[launch]:
             after[x].append(launch)
@@ -267,9 +259,8 @@ def _greedy(launches, before, kept):
     def grows(launch):
         own = sum(x.bytes for x in launch.operation.results if x not in kept)
         free = sum(x.bytes for x in launch.read if x not in kept and readers[x] == 1)
-        return own - free, -len(after[launch]), number[launch]
+        return own - free, number[launch]
 
-    number = {launch: i for i, launch in enumerate(launches)}
     possible, done = {launch for launch in launches if not missing[launch]}, []
     while possible:
         launch = min(possible, key=grows)
@@ -285,7 +276,7 @@ def _greedy(launches, before, kept):
 
 def _most(launches, kept):
     """Return the largest number of bytes alive at a time, without the kept arrays."""
-    last = {x: i for i, launch in enumerate(launches) for x in launch.arrays()}
+    last = {x: i for i, y in enumerate(launches) for x in (*y.operation.results, *y.read)}
     ends = collections.defaultdict(set)
     for x, i in last.items():
         if x not in kept:
