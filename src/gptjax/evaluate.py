@@ -16,18 +16,21 @@ from rich.console import Console
 from rich.table import Table
 
 from gptjax import data, devices
+from gptjax.bench import results
 from gptjax.config import EVAL_TASKS, ConfigError
 from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import exit_code, hint, printable
+from gptjax.training import memory
 from gptjax.user_folders import data_folder
+from gptjax.weights import WeightsError, sources
 
 TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
 # Seconds between lines of progress.
 LINE_SECONDS = 10
-USER_ERRORS = (data.DataError, ConfigError, devices.DeviceError, OSError)
+USER_ERRORS = (data.DataError, ConfigError, devices.DeviceError, OSError, WeightsError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,8 +92,6 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     if options.harness:
         from gptjax.evaluation.harness import LM, evaluate_tasks
     used = options.select_devices(lambda note: console.print(note, markup=False))
-    from gptjax.training import memory
-
     inputs = {
         task: tasks.read(task, options.data_dir, options.file)
         for task in options.task
@@ -128,8 +129,6 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
             "smaller --batch-tokens, or --device cpu"
         ) from error
     console.print(_table(rows))
-    from gptjax.bench import results
-
     return results.new(
         command,
         rows,
@@ -151,8 +150,6 @@ def _score_text(
     if options.file is not None:
         path, stream = options.file, from_file(options.file, tokenizer)
     else:
-        from gptjax.weights import sources
-
         meta = sources.find(options.path, step=options.step).meta  # empty, unless it is a run
         own = meta.get("config", {}).get("dataset", "auto")
         name = own if options.dataset == "auto" else options.dataset
@@ -197,8 +194,6 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    from gptjax.weights import WeightsError
-
     arguments = sys.argv[1:] if args is None else args
 
     def command() -> None:
@@ -214,13 +209,11 @@ def main(args: list[str] | None = None) -> int:
         line = shlex.join(["python", "-m", "gptjax.evaluate", *arguments])
         result = run(options, console, line)
         if options.out is not None:
-            from gptjax.bench.results import compact_json
-
-            write_atomically(options.out, f"{compact_json(result)}\n".encode())
+            write_atomically(options.out, f"{results.compact_json(result)}\n".encode())
             console.print(printable(f"wrote {options.out}"), markup=False)
         hint(f"gptjax export {shlex.quote(str(options.path))} --to hf --out FOLDER", piped=False)
 
-    return exit_code(command, (*USER_ERRORS, WeightsError))
+    return exit_code(command, USER_ERRORS)
 
 
 if __name__ == "__main__":

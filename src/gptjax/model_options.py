@@ -3,20 +3,18 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
+import jax
 import tyro
 
-from gptjax import devices
+from gptjax import cli, devices, weights
 from gptjax.config import ConfigError
 from gptjax.data.tokenizers import Tokenizer
+from gptjax.models.base import Model
 from gptjax.precision import PRECISIONS, Precision
+from gptjax.training.compilation import Compiler
 from gptjax.user_folders import cache_folder
-
-if TYPE_CHECKING:
-    import jax
-
-    from gptjax.models.base import Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class ModelOptions:
     device: Literal["auto", "gpu", "cpu"] = "auto"
     """gpu: NVIDIA GPUs, or an error. cpu: the CPU. auto: GPUs if there are any, else the CPU."""
 
-    def select_devices(self, note: Callable[[str], object]) -> "list[jax.Device]":
+    def select_devices(self, note: Callable[[str], object]) -> list[jax.Device]:
         """Return the devices of the command; `note` is called with each note for the user.
 
         Raises:
@@ -44,27 +42,22 @@ class ModelOptions:
         """
         used, about = devices.select(self.device)
         # Call after `select`, because JAX's caches depend on the platform.
-        from gptjax.training.compilation import Compiler
-
         for sentence in (about, Compiler(cache_folder()).note):
             if sentence:
                 note(f"NOTE: {sentence}")
         return used
 
-    def load(self) -> "tuple[Model, Tokenizer]":
+    def load(self) -> tuple[Model, Tokenizer]:
         """Return the model and its tokenizer.
 
         Raises:
             ConfigError: the tokenizer is not known.
             WeightsError, DataError: the errors of `gptjax.load`.
         """
-        from gptjax import cli
-        from gptjax.weights import load
-
         if self.config is not None:
-            cli.load(self.config)  # `load` then finds the model's class by name
+            cli.load(self.config)  # `weights.load` then finds the model's class by name
         precision = None if self.precision is None else Precision(self.precision)
-        model, tokenizer = load(
+        model, tokenizer = weights.load(
             self.path, precision=precision, step=self.step, tokenizer=self.tokenizer
         )
         if tokenizer is None:

@@ -12,13 +12,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import tyro
 
 from gptjax.config import ConfigError
 from gptjax.data import DataError
 from gptjax.devices import DeviceError
+from gptjax.generation import check_options
+from gptjax.generation.stream import complete
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import dimmed, exit_code, hint, printable
+from gptjax.training import memory
+from gptjax.weights import WeightsError
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
@@ -55,8 +60,6 @@ class Sample(ModelOptions):
 
     def check(self) -> None:
         """Raise ConfigError for options that contradict each other or are out of range."""
-        from gptjax.generation import check_options
-
         if min(self.num_samples, self.batch_size) < 1:
             raise ConfigError("--num-samples and --batch-size must be at least 1")
         try:
@@ -107,10 +110,6 @@ def print_samples(options: Sample, model: Any, tokenizer: Any, prompts: Sequence
     Raises:
         ConfigError: a prompt is too long; nothing is printed.
     """
-    import jax
-
-    from gptjax.generation.stream import complete
-
     room = model.config.block_size
     tokens = [*encoded(tokenizer, prompts, room)]
     rows = [(p, n) for p in range(len(prompts)) for n in range(1, options.num_samples + 1)]
@@ -163,10 +162,6 @@ def run(options: Sample) -> None:
     Raises:
         DataError, WeightsError, ConfigError, DeviceError, OSError: a wrong option or file.
     """
-    import jax
-
-    from gptjax.training import memory
-
     options.check()
     prompts = options.prompts()
     used = options.select_devices(lambda note: print(printable(note), file=sys.stderr))
@@ -188,8 +183,6 @@ def run(options: Sample) -> None:
 
 def main(args: list[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    from gptjax.weights import WeightsError
-
     for stream, how in ((sys.stdout, "backslashreplace"), (sys.stdin, "replace")):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=how)

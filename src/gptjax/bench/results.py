@@ -14,9 +14,7 @@ Further fields belong to one command, such as the `ceilings` of `kernels`. A row
 measurement, and has the figures or the "error".
 """
 
-import contextlib
 import dataclasses
-import importlib.metadata
 import json
 import shlex
 import sys
@@ -26,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.bench import BenchError
+from gptjax.doctor import machine
 from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
 from gptjax.terminal import hint, printable
@@ -50,10 +49,7 @@ def new(
         packages: names whose versions matter too, where they are installed.
         fields: further fields, of the command itself.
     """
-    installed = {}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
+    installed = {name: version for name in packages if (version := machine.installed(name))}
     return {
         "date": time.strftime("%Y-%m-%d"),
         "device": device,
