@@ -9,7 +9,7 @@ CARD = """
 from gptjax.config import Config
 from gptjax.models.gpt2 import GPT2Config
 model = GPT2Config(
-    vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16
+    vocab_size=61, padded_vocab_size=64, block_size=8, n_layer=2, n_head=2, n_embd=16, norm='xla'
 )
 config = Config(model=model, sequence_length=8, batch_tokens=32, micro_batch=2)
 """

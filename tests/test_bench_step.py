@@ -75,7 +75,7 @@ def test_every_rung_is_measured_and_one_that_fails_is_named(card, tmp_path, monk
 @pytest.mark.usefixtures("optax_promotion")
 def test_steps_of_one_and_several_devices(card, tmp_path, capsys):
     out = tmp_path / "step.json"
-    command = f"step --config {card} --batch 1 --norm xla --seconds 0.01 --devices 1 2"
+    command = f"step --config {card} --batch 1 --seconds 0.01 --devices 1 2"
     command += f" --micro-batches 3 --parallel fsdp --reduce-dtype bf16 --out {out}"
     assert main(command.split()) == 0
     shown = capsys.readouterr().out
@@ -143,7 +143,6 @@ def test_a_stage_of_a_config_is_measured(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--config", str(OTHER), "--mlp", "xla"], "RotaryConfig has no option mlp"),
         (["--batch", "0"], "must be at least 1"),
         (["--out", "/dev/null", "--batch", "0"], "expected a regular file"),  # before the rest
     ],

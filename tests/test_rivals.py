@@ -269,7 +269,7 @@ def test_turns_alternate_and_an_error_ends_its_own_side(monkeypatch):
 @pytest.mark.usefixtures("optax_promotion")
 def test_a_step_beside_pytorch(card, tmp_path):
     out = tmp_path / "step.json"
-    options = ("--config", card, "--batch", 1, "--norm", "xla", "--seconds", 0.01, "--out", out)
+    options = ("--config", card, "--batch", 1, "--seconds", 0.01, "--out", out)
     assert run(step, *options) == 0
     result = json.loads(out.read_text())
     ours, theirs = result["rows"]

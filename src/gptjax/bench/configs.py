@@ -71,14 +71,6 @@ class StepOptions(ModelOptions):
     """Strategies for several devices (default: the config's, or data)."""
     reduce_dtype: Annotated[tuple[Literal["fp32", "bf16"], ...], OWN_DEFAULT] = ()
     """Dtypes in which gradients are summed over the devices (default: the config's, or fp32)."""
-    attention: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of attention, as --model.attention of train.py (default: the config's, or auto)."""
-    loss: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the head and its loss (default: the config's, or auto)."""
-    norm: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the norms (default: the config's, or auto)."""
-    mlp: Annotated[str | None, OWN_DEFAULT] = None
-    """Back end of the MLP (default: the config's, or auto)."""
     optimizer: Annotated[Literal[*optim.ALGORITHMS] | None, OWN_DEFAULT] = None
     """The optimizer (default: the config's, or adamw)."""
     forward: bool = False
@@ -106,13 +98,12 @@ class StepOptions(ModelOptions):
         """Return each config to measure, and its number of devices.
 
         Raises:
-            BenchError: the model does not have an option, or there are fewer devices.
+            BenchError: there are fewer devices.
             ConfigError: no such config file, or an invalid config.
         """
         for count in self.devices:
             first_devices(count)
         base = self.base()
-        parts = {part: getattr(self, part) for part in ("attention", "loss", "norm", "mlp")}
         steps = [
             one_micro_batch(
                 base,
@@ -121,7 +112,6 @@ class StepOptions(ModelOptions):
                 optimizer=self.optimizer,
                 precision=precision and Precision(precision),
                 recompute=recompute,
-                **parts,
             )
             for batch in self.batch or (None,)
             for precision in self.precision or (None,)
@@ -162,16 +152,12 @@ def one_micro_batch(
         model: fields of the model to replace.
 
     Raises:
-        BenchError: the model does not have one of the fields.
         ConfigError: the config is invalid.
     """
     batch = base.micro_batch if batch is None else batch
     length = base.sequence_length if sequence_length is None else sequence_length
     model = {field: value for field, value in model.items() if value is not None}
     model["block_size"] = max(base.model.block_size, length)
-    if unknown := sorted(model.keys() - {field.name for field in dataclasses.fields(base.model)}):
-        name = type(base.model).__name__
-        raise BenchError(f"{name} has no option {unknown[0]}: leave out --{unknown[0]}")
     return dataclasses.replace(
         base,
         stages=(),
