@@ -15,7 +15,8 @@ from llama_tools import ODD, in_pytorch, random_of, theirs
 
 import gptjax
 from gptjax.export import export
-from gptjax.models.llama3 import rotation
+from gptjax.models.layers import rotary_angles
+from gptjax.models.llama3 import frequencies
 from gptjax.weights.hf import read_config
 from pallas_kernels import rotary_qkv
 
@@ -107,7 +108,7 @@ def test_interleaved_rotation_of_ggufs_rows_has_our_scores(tmp_path):
     packed = [x @ params["blocks"][1]["attn"][part]["kernel"] for part in "qkv"]
     q, k, _ = rotary_qkv(
         jnp.asarray(np.concatenate(packed, axis=1)[None], jnp.float32),
-        *rotation(ODD, jnp.asarray(t)[None]),
+        *rotary_angles(frequencies(ODD), jnp.asarray(t)[None]),
         heads=ODD.n_head,
         key_heads=ODD.kv_heads,
         pairs="halves",

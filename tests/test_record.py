@@ -13,7 +13,8 @@ from flax import nnx
 
 from gptjax import GPT2, GPT2Config, generate, loss_fn
 from gptjax.models.base import graph, params_of
-from gptjax.models.llama3 import Llama3Config, rotation
+from gptjax.models.layers import rotary_angles
+from gptjax.models.llama3 import Llama3Config, frequencies
 from gptjax.models.record import Metric, record, with_metrics
 
 PAGE = Path(__file__).parents[1] / "docs" / "extending_change.md"
@@ -70,7 +71,8 @@ def test_the_pattern_weighs_the_values(model):
         y_BTC, args = block.ln_1(x_BTC), ()
         v_BTC, out = attn.c_attn(y_BTC)[..., 64:], attn.c_proj
     else:
-        y_BTC, args = block.norm_1(x_BTC), (None, None, rotation(model.config, jnp.arange(9)[None]))
+        angles = rotary_angles(frequencies(model.config), jnp.arange(9)[None])
+        y_BTC, args = block.norm_1(x_BTC), (None, None, angles)
         v_BTC, out = attn.v(y_BTC), attn.o
     v_BTHD = v_BTC.reshape(2, 9, -1, 8).repeat(4 // (v_BTC.shape[-1] // 8), axis=2)
     expected = out(jnp.einsum("bhts,bshd->bthd", pattern_BHTS, v_BTHD).reshape(2, 9, 32))

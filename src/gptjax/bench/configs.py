@@ -103,35 +103,20 @@ class StepOptions(ModelOptions):
         """
         for count in self.devices:
             first_devices(count)
-        base = self.base()
-        steps = [
-            one_micro_batch(
-                base,
-                batch,
-                self.sequence_length,
-                optimizer=self.optimizer,
-                precision=precision and Precision(precision),
-                recompute=recompute,
-            )
-            for batch in self.batch or (None,)
-            for precision in self.precision or (None,)
-            for recompute in self.recompute or (None,)
-        ]
-        # The strategy and the dtype of the sums matter on several devices only.
-        return [
-            (
-                dataclasses.replace(
-                    config,
-                    batch_tokens=self.micro_batches * config.batch_tokens,
-                    parallel=strategy,
-                    reduce_dtype=dtype,
-                ),
-                count,
-            )
-            for config, count in itertools.product(steps, self.devices)
-            for strategy in self.parallel[: None if count > 1 else 1] or (config.parallel,)
-            for dtype in self.reduce_dtype[: None if count > 1 else 1] or (config.reduce_dtype,)
-        ]
+        base, found = self.base(), []
+        lists = (self.batch or (None,), self.precision or (None,), self.recompute or (None,))
+        for batch, precision, recompute, count in itertools.product(*lists, self.devices):
+            model = {"precision": precision and Precision(precision), "recompute": recompute}
+            how = {"optimizer": self.optimizer, **model}
+            config = one_micro_batch(base, batch, self.sequence_length, **how)
+            tokens = self.micro_batches * config.batch_tokens
+            # The strategy and the dtype of the sums matter on several devices only.
+            used = None if count > 1 else 1
+            for strategy in self.parallel[:used] or (config.parallel,):
+                for dtype in self.reduce_dtype[:used] or (config.reduce_dtype,):
+                    sums = {"parallel": strategy, "reduce_dtype": dtype}
+                    found.append((dataclasses.replace(config, batch_tokens=tokens, **sums), count))
+        return found
 
 
 def one_micro_batch(

@@ -92,12 +92,13 @@ class Attention(nnx.Module):
         segment_ids_BT: Integer[Array, "B T"] | None = None,
     ) -> PendingResidual:
         c, b, t = self.config, *exact(x_BTC).shape[:2]
-        if recording(self) and cache is None and segment_ids_BT is None:
+        plain, how = cache is None and segment_ids_BT is None, {"precision": c.precision.matmul}
+        if recording(self) or not plain:
             qkv_BT3HD = self.c_attn(exact(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
-            q_BTHD, k_BTHD, _ = jnp.unstack(qkv_BT3HD, axis=2)
-            how = {"precision": c.precision.matmul}
-            record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
-        if cache is None and segment_ids_BT is None:
+            q_BTHD, k_BTHD, v_BTHD = jnp.unstack(qkv_BT3HD, axis=2)
+        if plain:
+            if recording(self):
+                record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
             y_BTHD = projected_attention(
                 x_BTC,
                 self.c_attn.kernel[...],
@@ -106,19 +107,12 @@ class Attention(nnx.Module):
                 numerics=c.precision.blocks,
                 implementation=c.attention,
             )
+        elif cache is None:
+            how |= {"segment_ids": segment_ids_BT, "implementation": c.attention}
+            y_BTHD = flash_attention_qkv(qkv_BT3HD, **how)
         else:
-            qkv_BT3HD = self.c_attn(exact(x_BTC)).reshape(b, t, 3, c.n_head, c.head_dim)
-            if cache is None:
-                y_BTHD = flash_attention_qkv(
-                    qkv_BT3HD,
-                    segment_ids=segment_ids_BT,
-                    implementation=c.attention,
-                    precision=c.precision.matmul,
-                )
-            else:
-                how = {"precision": c.precision.matmul}
-                how |= {"implementation": self.c_attn.implementation}
-                y_BTHD = cache.attend(*jnp.unstack(qkv_BT3HD, axis=2), **how)
+            how["implementation"] = self.c_attn.implementation
+            y_BTHD = cache.attend(q_BTHD, k_BTHD, v_BTHD, **how)
         y_BTC = y_BTHD.reshape(b, t, c.n_embd)
         return PendingResidual(self.c_proj.matmul(y_BTC), self.c_proj.bias[...])
 

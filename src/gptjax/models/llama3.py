@@ -117,7 +117,7 @@ PRESETS: dict[str, Llama3Config] = {
 
 
 def frequencies(config: Llama3Config) -> np.ndarray:
-    """Return the angle per position of each pair of channels, (E,) in fp64.
+    """Return the angle per position of each pair of channels, (E,) in fp64 (Su et al., 2021).
 
     The angles are theta^(−2i/D). With rope_scaling, Llama 3.1 interpolates between these angles and
     the angles divided by the factor.
@@ -126,11 +126,6 @@ def frequencies(config: Llama3Config) -> np.ndarray:
     turns = config.rope_original_length * f / (2 * np.pi)
     kept = np.clip((turns - LOW_TURNS) / (HIGH_TURNS - LOW_TURNS), 0, 1)
     return kept * f + (1 - kept) * f / config.rope_scaling
-
-
-def rotation(config: Llama3Config, position_BT: Integer[Array, "#B T"]) -> tuple[Array, Array]:
-    """Return cosine and sine of the positions' angles, (B, T, E) in fp32 (Su et al., 2021)."""
-    return rotary_angles(frequencies(config), position_BT)
 
 
 class Attention(nnx.Module):
@@ -267,7 +262,7 @@ class Llama3(Model):
         position_BT = cache[0].positions(t) if cache else jnp.arange(t)[None]
         if segment_ids_BT is not None:
             position_BT = segment_positions(segment_ids_BT)
-        angles = rotation(self.config, position_BT)
+        angles = rotary_angles(frequencies(self.config), position_BT)
         x_BTC = self.embed(tokens_BT)
         stream = run_blocks(self.config, self.blocks, x_BTC, cache, segment_ids_BT, angles)
         return self.norm.add_norm(*stream)[0]
