@@ -19,6 +19,7 @@ import tyro
 from gptjax.bench import BenchError, results
 from gptjax.bench.harness import Case, Ceilings, ceilings, seconds
 from gptjax.bench.results import Row, label, print_table, raise_failures, say
+from gptjax.bench.step import timed_result
 from gptjax.terminal import first_line
 
 # Name → a function that returns the seconds of one call.
@@ -61,13 +62,9 @@ class Kernels:
         for file, of_file in cases.items():
             if of_file:
                 limits = self.ceilings()
-                result = results.new(
-                    results.command(self.script),
-                    measure(of_file, limits, self.rivals),
-                    device=jax.devices()[0].device_kind,
-                    packages=("jax-triton", "triton", "torch"),
-                    ceilings=dataclasses.asdict(limits),
-                )
+                measured = measure(of_file, limits, self.rivals)
+                facts = {"ceilings": dataclasses.asdict(limits)}
+                result = timed_result(self.script, measured, **facts)
                 rows += result["rows"]
                 results.report(result, self.out and self.out / f"{file.stem}.json", show)
         raise_failures(rows)

@@ -5,7 +5,7 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, StepOptions
@@ -140,10 +140,10 @@ def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | Non
     }
 
 
-def timed_result(script: str, rows: list[dict]) -> dict:
-    """Return the result of a script that times steps; `script` is that of `results.command`."""
-    packages, device = ("jax-triton", "triton", "torch"), one_device().device_kind
-    return results.new(results.command(script), rows, device=device, packages=packages)
+def timed_result(script: str, rows: list[dict], **fields: Any) -> dict:
+    """Return the result of a script that measures times; `script` is that of `results.command`."""
+    how = {"device": one_device().device_kind, "packages": ("jax-triton", "triton", "torch")}
+    return results.new(results.command(script), rows, **how, **fields)
 
 
 def show(result: dict) -> None:
