@@ -272,15 +272,9 @@ class Config:
         own = {name: value for name in _OF_STAGE if (value := getattr(stage, name)) is not None}
         try:
             model = staging.with_changes(self.model, stage.model)
-            result = dataclasses.replace(self, stages=(), model=model, **own)
+            return dataclasses.replace(self, stages=(), model=model, **own)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"stage {number}: {error}") from error
-        if result.batch_tokens % result.sequence_length:
-            raise ConfigError(
-                f"stage {number}: expected a batch of whole sequences, got batch_tokens "
-                f"{result.batch_tokens} with sequence_length {result.sequence_length}"
-            )
-        return result
 
     def schedules(self) -> dict[str, optax.Schedule]:
         """Return the optimizer's hyperparameters that change during the run, by the update's

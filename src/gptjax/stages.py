@@ -42,9 +42,11 @@ def with_changes(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
     """Return the model config with the changes of a stage.
 
     Raises:
-        TypeError: an unknown field.
-        ValueError: a change of the shapes or dtypes of the parameters.
+        ValueError: an unknown field, or a change of the shapes or dtypes of the parameters.
     """
+    known = {field.name for field in dataclasses.fields(model)}
+    if unknown := sorted(changes.keys() - known):
+        raise ValueError(f"{type(model).__name__} has no fields {', '.join(map(repr, unknown))}")
     if isinstance(name := changes.get("precision"), str):  # as in JSON
         changes = {**changes, "precision": Precision(name)}
     changes = {name: tuples(value) for name, value in changes.items()}
