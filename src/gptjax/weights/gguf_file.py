@@ -19,7 +19,7 @@ from gptjax.weights.architectures import ARCHITECTURES, Architecture, of_config
 from gptjax.weights.bpe_files import fields_of
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import replacing
-from gptjax.weights.params import check_dtype, check_model, host_arrays
+from gptjax.weights.params import check_writable, host_arrays
 
 # Llama 3's pre-tokenizer, which llama.cpp implements for the type "llama-bpe".
 LLAMA_3 = (
@@ -53,8 +53,7 @@ def save_gguf(
         WeightsError: the package gguf is missing, the model is of another class or a subclass, or
             the file cannot be written.
     """
-    check_model("save_gguf", model, *(each.model for each in ARCHITECTURES.values()))
-    check_dtype("save_gguf", dtype)
+    check_writable("save_gguf", model, dtype, *(each.model for each in ARCHITECTURES.values()))
     check_gguf()
     import gguf
 

@@ -25,7 +25,7 @@ from gptjax.weights.architectures import (
 from gptjax.weights.checkpoint_files import differences, few
 from gptjax.weights.errors import WeightsError
 from gptjax.weights.files import file_size, read_json, reading, reason, replacing
-from gptjax.weights.params import STORED, Key, check_dtype, check_model, host_arrays
+from gptjax.weights.params import STORED, Key, check_writable, host_arrays
 
 WEIGHTS = "model.safetensors"
 SHARDS = "model*.safetensors"
@@ -84,8 +84,7 @@ def save_hf(model: Model, path: str | os.PathLike, *, dtype: str = "fp32") -> No
         WeightsError: the model is of another class or a subclass; the folder or a file cannot be
             written, for example because the disk is full.
     """
-    check_model("save_hf", model, *(each.model for each in ARCHITECTURES.values()))
-    check_dtype("save_hf", dtype)
+    check_writable("save_hf", model, dtype, *(each.model for each in ARCHITECTURES.values()))
     folder, architecture = Path(path), of_config(model.config)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ import numpy as np
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.weights.architectures import Kind, gpt2_kinds
 from gptjax.weights.files import file_size, replacing
-from gptjax.weights.params import Key, check_dtype, check_model, host_arrays
+from gptjax.weights.params import Key, check_writable, host_arrays
 
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")
 """Fields of `GPT2Config` in the order of the header."""
@@ -82,8 +82,7 @@ def save_llmc(model: GPT2, path: str | os.PathLike, *, dtype: str = "fp32") -> N
         WeightsError: the model is of another class or a subclass; the file cannot be written, for
             example because the folder does not exist or the disk is full.
     """
-    check_model("save_llmc", model, GPT2)
-    check_dtype("save_llmc", dtype)
+    check_writable("save_llmc", model, dtype, GPT2)
     config, params = model.config, host_arrays(model)
     header = np.zeros(HEADER_INTS, "<i4")
     header[:2] = MAGIC, VERSIONS[dtype]

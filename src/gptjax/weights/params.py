@@ -19,25 +19,23 @@ STORED = {"fp32": jnp.dtype(jnp.float32), "bf16": jnp.dtype(jnp.bfloat16)}
 """Types of the tensors in written files."""
 
 
-def check_dtype(function: str, dtype: str) -> None:
-    """Raise ValueError for an unknown type of the tensors."""
-    if dtype not in STORED:
-        raise ValueError(f"{function}: unknown dtype {dtype!r}; choose one of {[*STORED]}")
-
-
 def host_arrays(model: Model) -> dict[Key, np.ndarray]:
     """Return every parameter, copied to the host."""
     params = traverse_util.flatten_dict(params_of(model))
     return {key: np.asarray(leaf) for key, leaf in params.items()}
 
 
-def check_model(function: str, model: Any, *expected: type[Model]) -> None:
-    """Raise WeightsError if a model is not of one of the classes, or is of a subclass.
-
-    A subclass may compute something else than the files describe.
+def check_writable(function: str, model: Any, dtype: str, *expected: type[Model]) -> None:
+    """Check the arguments of a function that writes a model.
 
     Args:
         function: the writer's name, the first word of the error message.
+        expected: classes of the model. A subclass may compute something else than the files
+            describe.
+
+    Raises:
+        WeightsError: the model is of another class, or of a subclass.
+        ValueError: an unknown type of the tensors.
     """
     if type(model) not in expected:
         name = " or ".join(kind.__name__ for kind in expected)
@@ -46,6 +44,8 @@ def check_model(function: str, model: Any, *expected: type[Model]) -> None:
             f"not describe. Copy the parameters to a {name} with "
             "gptjax.weights.model_from_params, or see the formats of python -m gptjax.export"
         )
+    if dtype not in STORED:
+        raise ValueError(f"{function}: unknown dtype {dtype!r}; choose one of {[*STORED]}")
 
 
 def model_from_params(config: ModelConfig, params: Mapping) -> Model:
