@@ -18,6 +18,7 @@ import csv
 import dataclasses
 import functools
 import io
+import os
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -138,27 +139,18 @@ def _rows(tokenizer: Any, task: CoreTask, most: int, index: int) -> list[Row]:
     """Return the rows of an item, each of at most `most` tokens."""
     encoded = tokenizer.encode_batch(task.prompts(index))
     begin = [*tokenizer.prefix] or [tokenizer.eot]
-    sequences = [np.concatenate([begin, ids]).astype(np.int32) for ids in encoded]
+    sequences = [[*begin, *map(int, ids)] for ids in encoded]
     if task.kind == "language_modeling":
         without, whole = sequences
         starts, sequences = [len(without)], [whole]
     elif task.kind == "multiple_choice":
-        starts = len(sequences) * [_common(sequences)]
+        starts = len(sequences) * [len(os.path.commonprefix(sequences))]
     else:
-        suffix = _common([ids[::-1] for ids in sequences])
+        suffix = len(os.path.commonprefix([ids[::-1] for ids in sequences]))
         starts = [len(ids) - suffix for ids in sequences]
     crops = [max(0, len(ids) - most) for ids in sequences]
     rows = zip(sequences, starts, crops, strict=True)
-    return [Row(ids[crop:], start - crop) for ids, start, crop in rows]
-
-
-def _common(sequences: list[np.ndarray]) -> int:
-    """Return the length of the common prefix."""
-    shortest = min(map(len, sequences))
-    equal = np.ones(shortest, bool)
-    for ids in sequences[1:]:
-        equal &= ids[:shortest] == sequences[0][:shortest]
-    return shortest if equal.all() else int(np.argmin(equal))
+    return [Row(np.array(ids[crop:], np.int32), start - crop) for ids, start, crop in rows]
 
 
 # ------------------------------------------------------------------------------------------- files
