@@ -21,7 +21,6 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +28,9 @@ import numpy as np
 import tyro
 
 import pallas_kernels as pk
+from gptjax.doctor.kernels import complete
 from pallas_kernels import _dispatch
+from pallas_kernels._dispatch import Example
 
 DTYPES = (jnp.float32, jnp.bfloat16)
 ONE_THREAD = threading.Lock()
@@ -51,39 +52,30 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A call of an operation with the arrays of these shapes."""
+    """An example of an operation, in a back end."""
 
-    name: str
+    title: str
     operation: str
-    call: Callable[..., Any]
-    shapes: tuple[jax.ShapeDtypeStruct, ...]
-    differentiable: bool = True
+    example: Example
+    back_end: str
+
+    @property
+    def name(self) -> str:
+        """Name of the case, unique."""
+        return f"{self.title}, {self.example.shapes[0].dtype} {self.back_end}"
 
     @functools.cached_property
     def arrays(self) -> list[jax.Array]:
         rng = np.random.default_rng(zlib.crc32(self.name.rpartition(" ")[0].encode()))
-        return [jnp.asarray(_drawn(rng, x)) for x in self.shapes]
+        return [jnp.asarray(_drawn(rng, x)) for x in self.example.shapes]
 
     def compiled(self) -> Callable[[], list[jax.Array]] | None:
         """Return the compiled call with its gradients. None if the back end refuses the call."""
-
-        def run(*arrays):
-            floats = [i for i, x in enumerate(arrays) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-            def of(*values):
-                full = list(arrays)
-                for i, value in zip(floats, values, strict=True):
-                    full[i] = value
-                return self.call(*full)
-
-            out, pull = jax.vjp(of, *(arrays[i] for i in floats))
-            return out, pull(jax.tree.map(_direction, out))
-
-        f = run if self.differentiable else self.call
         # Mosaic's compiler ended the process in two threads.
-        with ONE_THREAD if self.name.endswith("mosaic") else contextlib.nullcontext():
+        with ONE_THREAD if self.back_end == "mosaic" else contextlib.nullcontext():
             try:
-                executable = jax.jit(lambda *arrays: f(*arrays)).lower(*self.arrays).compile()
+                f = complete(self.example, self.back_end)
+                executable = jax.jit(f).lower(*self.arrays).compile()
             except ValueError as error:
                 if "implementation" not in str(error):
                     raise
@@ -98,33 +90,22 @@ def _drawn(rng: np.random.Generator, shape: jax.ShapeDtypeStruct) -> np.ndarray:
     return rng.integers(0, 11, shape.shape).astype(shape.dtype)
 
 
-def _direction(out: jax.Array) -> Any:
-    if not jnp.issubdtype(out.dtype, jnp.floating):
-        return np.zeros(out.shape, jax.dtypes.float0)
-    return jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape).astype(out.dtype)
-
-
 def cases(rows: int) -> Iterator[Case]:
     """Yield every example of the registry, and the layers in FP8, for each dtype and back end."""
     for dtype in DTYPES:
-        for operation, entry in _dispatch.OPERATIONS.items():
-            for make in entry.examples:
-                if (example := make(rows, dtype)) is not None:
-                    title = f"{operation}, {_dispatch.title(make)}"
-                    yield from _of_back_ends(
-                        title, operation, example.call, example.shapes, example.differentiable
-                    )
+        found = [
+            (f"{operation}, {_dispatch.title(make)}", operation, example)
+            for operation, entry in _dispatch.OPERATIONS.items()
+            for make in entry.examples
+            if (example := make(rows, dtype)) is not None
+        ]
         for title, operation, call, sizes in fp8_calls(rows):
             shapes = tuple(jax.ShapeDtypeStruct(size, dtype) for size in sizes)
-            yield from _of_back_ends(title, operation, call, shapes)
-
-
-def _of_back_ends(title, operation, call, shapes, differentiable=True):
-    registered = "flash_attention" if operation == "projected_attention" else operation
-    for back_end in _dispatch.OPERATIONS[registered].back_ends:
-        name = f"{title}, {shapes[0].dtype} {back_end.name}"
-        implementation = functools.partial(call, implementation=back_end.name)
-        yield Case(name, operation, implementation, shapes, differentiable)
+            found.append((title, operation, Example(call, call, shapes)))
+        for title, operation, example in found:
+            registered = "flash_attention" if operation == "projected_attention" else operation
+            for back_end in _dispatch.OPERATIONS[registered].back_ends:
+                yield Case(title, operation, example, back_end.name)
 
 
 def fp8_calls(rows: int) -> Iterator[tuple[str, str, Callable, list[tuple]]]:
