@@ -152,7 +152,7 @@ def test_validation_batches_weigh_their_targets(prepared):
 @pytest.mark.parametrize(
     "pairs, more, message",
     [
-        (PAIRS, ["--answer-field", "n"], "field 'n' .option --answer-field., found int in it"),
+        (PAIRS, ["--answer-field", "n"], "field 'n' .option --answer-field., found int"),
         (PAIRS, ["--prompt-field", "x"], "in the field 'x' .option --prompt-field.,"),
         ([*PAIRS, ("q", "")], [], "line 41: expected a text in 'a', found an empty one"),
         (PAIRS[:1], [], "training and for validation, found none for val"),

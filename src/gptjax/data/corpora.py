@@ -158,10 +158,17 @@ def jsonl(
         fields = f"prompts {prompt_field!r}, answers {answer_field!r}, separator {separator!r}"
 
     def read(line: bytes, where: str) -> Document:
+        try:
+            row = json.loads(line)
+        # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
+        except (ValueError, RecursionError) as error:
+            raise CorpusError(
+                f"{where}: expected a JSON object, found {line[:60]!r} ({error})"
+            ) from error
         if prompt_field is None or answer_field is None:
-            return _field_of(line, field, where, "--field")
-        prompt = _field_of(line, prompt_field, where, "--prompt-field")
-        if answer := _field_of(line, answer_field, where, "--answer-field"):
+            return _text_in(row, field, where, "--field")
+        prompt = _text_in(row, prompt_field, where, "--prompt-field")
+        if answer := _text_in(row, answer_field, where, "--answer-field"):
             return Pair(prompt + separator, answer)
         raise CorpusError(f"{where}: expected a text in {answer_field!r}, found an empty one")
 
@@ -269,12 +276,20 @@ def of_files(paths: Sequence[str | os.PathLike], field: str = "text") -> Corpus:
 
 def _texts(rows: Iterable[Mapping[str, Any]], field: str, where: str) -> Iterator[str]:
     for number, row in enumerate(rows, start=1):
-        if not isinstance(row.get(field), str):
-            raise CorpusError(
-                f"{where}, row {number}: expected a text in {field!r} (option --field), found "
-                f"{type(row.get(field)).__name__}; the fields are {', '.join(row)}"
-            )
-        yield row[field]
+        yield _text_in(row, field, f"{where}, row {number}", "--field")
+
+
+def _text_in(row: Any, field: str, where: str, option: str) -> str:
+    """Return the text in a field of a row. Raise CorpusError, with the option, if there is none."""
+    if not isinstance(row, Mapping):
+        found = type(row).__name__
+    elif isinstance(text := row.get(field), str):
+        return text
+    else:
+        found = f"{type(text).__name__}; the fields are {', '.join(row)}"
+    raise CorpusError(
+        f"{where}: expected a text in the field {field!r} (option {option}), found {found}"
+    )
 
 
 def _files(source: str, paths: list[Path], errors: str = "strict") -> Corpus:
@@ -313,20 +328,3 @@ def _expand(paths: Sequence[str | os.PathLike]) -> list[Path]:
             )
         files.update(dict.fromkeys(sorted(found)))
     return list(files)
-
-
-def _field_of(line: bytes, field: str, where: str, option: str) -> str:
-    try:
-        row = json.loads(line)
-        if isinstance(row[field], str):
-            return row[field]
-        found = f"{type(row[field]).__name__} in it"
-    except (KeyError, TypeError):
-        found = f"{line[:60]!r}"
-    # JSONDecodeError, UnicodeDecodeError, and deeply nested lists
-    except (ValueError, RecursionError) as error:
-        found = f"{line[:60]!r} ({error})"
-    raise CorpusError(
-        f"{where}: expected a JSON object with text in the field {field!r} (option {option}), "
-        f"found {found}"
-    )
