@@ -3,6 +3,8 @@
 python -m gptjax.bench kernels benchmarks/kernels/classifier.py
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -32,19 +34,11 @@ def _case(rows, softcap, columns=COLUMNS, bar="", target_weights=None):
         logits_NV = jax.random.normal(keys[0], (rows, columns), jnp.bfloat16)
         return logits_NV, jax.random.randint(keys[1], shape, 0, VOCAB_SIZE, jnp.int32)
 
-    def in_jax(implementation):
-        def f(logits_NV, targets_N):
-            losses_N, dlogits_NV = fused_classifier(
-                logits_NV,
-                targets_N,
-                vocab_size=VOCAB_SIZE,
-                softcap=softcap,
-                target_weights=target_weights,
-                implementation=implementation,
-            )
-            return dlogits_NV, losses_N
+    how = {"vocab_size": VOCAB_SIZE, "softcap": softcap, "target_weights": target_weights}
 
-        return f
+    def run(implementation, *arrays):
+        losses_N, dlogits_NV = fused_classifier(*arrays, implementation=implementation, **how)
+        return dlogits_NV, losses_N
 
     def in_torch(torch, wrap):
         """Compute the loss in fp32 and differentiate with autograd, as in a training step. 65,536
@@ -72,7 +66,7 @@ def _case(rows, softcap, columns=COLUMNS, bar="", target_weights=None):
         kernel="fused_classifier",
         name=name,
         make=make,
-        run={implementation: in_jax(implementation) for implementation in ("triton", "xla")},
+        run={name: functools.partial(run, name) for name in ("triton", "xla")},
         torch={
             "torch": lambda torch: in_torch(torch, lambda f: f),
             "torch.compile": lambda torch: in_torch(torch, torch.compile),

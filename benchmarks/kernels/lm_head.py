@@ -4,6 +4,7 @@ python -m gptjax.bench kernels benchmarks/kernels/lm_head.py
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -58,40 +59,27 @@ def torch_with_gradients(torch, compiled: bool):
 
 
 def cases() -> list[Case]:
-    found = []
-    for n in (65536, 4096):
-        product = 2 * n * C * V
-        found.append(
-            Case(
-                kernel="linear_cross_entropy",
-                name=f"loss and both gradients {n}×{C}×{V} bf16",
-                make=functools.partial(make, n),
-                run={
-                    "fused": with_gradients(implementation="fused"),
-                    "xla": with_gradients(implementation="xla"),
-                    "three bare matmuls": bare_matmuls,
-                },
-                torch={
-                    "torch": lambda torch: torch_with_gradients(torch, compiled=False),
-                    "torch.compile": lambda torch: torch_with_gradients(torch, compiled=True),
-                },
-                flops=3 * product,
-                bound="bf16",
-                bar="≤ 26 ms" if n == 65536 else "",
-            )
-        )
-    n = 65536
-    found.append(
-        Case(
-            kernel="linear_cross_entropy",
-            name=f"loss alone {n}×{C}×{V} bf16",
-            make=functools.partial(make, n),
-            run={
-                "fused": mean_loss(implementation="fused"),
-                "xla": mean_loss(implementation="xla"),
-            },
-            flops=2 * n * C * V,
-            bound="bf16",
-        )
+    return [
+        _case("loss and both gradients", 65536, with_gradients, 3, bar="≤ 26 ms"),
+        _case("loss and both gradients", 4096, with_gradients, 3),
+        _case("loss alone", 65536, mean_loss, 1),
+    ]
+
+
+def _case(what: str, n: int, f: Callable, matmuls: int, bar: str = "") -> Case:
+    run = {name: f(implementation=name) for name in ("fused", "xla")}
+    return Case(
+        kernel="linear_cross_entropy",
+        name=f"{what} {n}×{C}×{V} bf16",
+        make=functools.partial(make, n),
+        run=run | ({"three bare matmuls": bare_matmuls} if matmuls == 3 else {}),
+        torch={
+            "torch": functools.partial(torch_with_gradients, compiled=False),
+            "torch.compile": functools.partial(torch_with_gradients, compiled=True),
+        }
+        if bar
+        else {},
+        flops=matmuls * 2 * n * C * V,
+        bound="bf16",
+        bar=bar,
     )
-    return found

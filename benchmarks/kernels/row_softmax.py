@@ -11,22 +11,14 @@ from pallas_kernels.row_softmax import Options, backward, softmax
 
 
 def cases() -> list[Case]:
-    found = []
-    for shape in ((65536, 1024), (16384, 50304)):
-        found += [
-            _forward(shape, bar="≥ 85 % of the copy rate"),
-            _backward(shape, bar="≥ 80 % of the copy rate"),
-        ]
-    # Very long rows, and unaligned rows.
-    for shape in ((4096, 131072), (16384, 50257)):
-        found += [_forward(shape), _backward(shape)]
+    bars = {_forward: "≥ 85 % of the copy rate", _backward: "≥ 80 % of the copy rate"}
+    shapes = (65536, 1024), (16384, 50304)
+    found = [case(shape, bar=bar) for shape in shapes for case, bar in bars.items()]
+    long, unaligned = (4096, 131072), (16384, 50257)
+    found += [case(shape) for shape in (long, unaligned) for case in bars]
     # The scores of 64 sequences of 1024 tokens in 12 heads. Implementations may skip the columns
     # above the diagonal.
-    return [
-        *found,
-        _forward((768, 1024, 1024), causal=True),
-        _backward((768, 1024, 1024), causal=True),
-    ]
+    return found + [case((768, 1024, 1024), causal=True) for case in bars]
 
 
 def _name(direction, shape, causal):
@@ -34,26 +26,20 @@ def _name(direction, shape, causal):
 
 
 def _bytes(shape, *, read, written, causal):
-    return (
-        2
-        * math.prod(shape)
-        * (written + (read * (shape[-1] + 1) / (2 * shape[-1]) if causal else read))
-    )
+    share = (shape[-1] + 1) / (2 * shape[-1]) if causal else 1
+    return 2 * math.prod(shape) * (written + read * share)
 
 
 def _forward(shape, causal=False, bar=""):
     def in_jax(implementation):
         return functools.partial(softmax, causal=causal, implementation=implementation)
 
-    def in_torch(torch):
-        return lambda x: torch.softmax(x, -1)
-
     return Case(
         kernel="softmax",
         name=_name("forward", shape, causal),
         make=lambda key: normal(key, shape),
         run={name: in_jax(name) for name in ("triton", "xla")},
-        torch=eager_and_compiled(in_torch) if bar else {},
+        torch=eager_and_compiled(lambda torch: lambda x: torch.softmax(x, -1)) if bar else {},
         bytes=_bytes(shape, read=1, written=1, causal=causal),
         bar=bar,
     )

@@ -52,21 +52,15 @@ def in_torch(kernel, torch):
 def cases() -> list[Case]:
     found = []
     for kernel, shape, bar in SHAPES:
-        batch, rows, columns = shape
+        (batch, rows, columns), in_steps = shape, kernel == "ba_plus_caa"
         m, k = (columns, rows) if kernel == "xtx" else (rows, columns)
         found.append(
             Case(
                 kernel=kernel,
                 name=f"{'×'.join(map(str, shape))} bf16",
                 make=functools.partial(make, kernel, shape),
-                run={
-                    **{name: in_jax(kernel, name) for name in ("mosaic", "xla")},
-                    **(
-                        {"xla, rounded twice": added_after_rounding}
-                        if kernel == "ba_plus_caa"
-                        else {}
-                    ),
-                },
+                run={name: in_jax(kernel, name) for name in ("mosaic", "xla")}
+                | ({"xla, rounded twice": added_after_rounding} if in_steps else {}),
                 torch=eager_and_compiled(functools.partial(in_torch, kernel)),
                 bytes=2 * batch * (rows * columns + m * m),
                 flops=batch * m * (m + 1) * k,
