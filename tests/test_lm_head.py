@@ -35,13 +35,8 @@ def inputs(n, c, v, vocab, dtype, seed=0):
     return x, w, targets, jnp.asarray(rng.standard_normal(n), jnp.float32)
 
 
-def with_gradients(f, x, w, targets, weights):
-    losses, pull = jax.vjp(lambda x, w: f(x, w, targets), x, w)
-    return (losses, *pull(weights))
-
-
 def check(implementation, shape, dtype, cotangents=None, labels=None, plain_chunk=None, **how):
-    """Losses, log-sum-exp and gradients, and exact zeros for padded rows. Return the results.
+    """Losses, log-sum-exp and gradients, and exact zeros for padded rows. Return all of them.
 
     Args:
         cotangents: of the losses, or a function of a function and its arguments that returns those
@@ -77,7 +72,7 @@ def check(implementation, shape, dtype, cotangents=None, labels=None, plain_chun
     results, (dx, dw) = check_rule(f, plain, call(reference), (x, w), **how)
     assert results[0].dtype == jnp.float32 and dx.dtype == dw.dtype == dtype
     assert not np.asarray(dw[vocab:], np.float32).any(), "a padded row has a gradient"
-    return results
+    return results, (dx, dw)
 
 
 # The dtype changes casts alone: every dtype for one shape.
@@ -133,42 +128,22 @@ def test_the_gradients_of_a_mean_take_three_products_a_chunk():
     assert "conditional" in text(lambda losses, weights: (losses * weights).sum(), weights)
 
 
-CAPS = [None, 5.0, SigmoidCap(), SigmoidCap(6.0, 1.0, 2.0)]
-
-
-@functools.cache
-def capped(softcap, target_weights, implementation=None):
-    """Losses and gradients with a softcap and ignored tokens, of a back end or the reference, for a
-    head stored as (C, V)."""
-    how = {"vocab_size": 17, "softcap": softcap, "ignore_index": -1}
-    how["target_weights"] = target_weights and jnp.array(target_weights)
-    f = reference
-    if implementation is not None:
-        how |= {"implementation": implementation, "chunk": 4, "precision": "highest"}
-        f = linear_cross_entropy
-    of = lambda x, w, targets: f(x, w.T, targets, **how)
-    return jax.jit(functools.partial(with_gradients, of))
-
-
-@pytest.mark.parametrize(
-    "softcap, target_weights", [*((cap, None) for cap in CAPS), (CAPS[3], (1.0, 0.5, -0.25))]
-)
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_softcap_and_ignored_tokens(implementation, softcap, target_weights):
-    """For cotangents of a mean over the other tokens, of that with another value, and any."""
-    x, w, targets, weights = inputs(12, 8, 19, 17, jnp.float32)
-    if target_weights:
+@pytest.mark.parametrize("changed", [False, True])
+@pytest.mark.parametrize("several", [False, True])
+def test_the_mean_over_tokens_that_are_not_ignored(several, changed):
+    """And another cotangent of one token. test_loss_options.py has other cotangents and caps."""
+    *_, targets, _ = inputs(*SMALL, jnp.float32)
+    options = {"vocab_size": 17, "ignore_index": -1}
+    if several:  # of the changed token, one is ignored
         targets = jnp.stack([targets, targets[::-1].at[7:].set(-1), (targets + 5) % 17], 1)
-    targets = targets.at[jnp.array([0, 5, 11])].set(-1)
-    mean = jnp.full(12, 1 / 9).at[jnp.array([0, 5, 11])].set(0)
-    for cotangent in (mean, mean.at[8].set(0.3), weights):
-        args = x, w.T, targets, cotangent
-        found = capped(softcap, target_weights, implementation)(*args)
-        for ours, right in zip(found, capped(softcap, target_weights)(*args), strict=True):
-            np.testing.assert_allclose(ours, right, rtol=0, atol=2e-6)
-        for ignored in (0, 5, 11):
-            assert found[0][ignored] == 0 and not np.asarray(found[1][ignored]).any()
-        assert not np.asarray(found[2][:, 17:]).any()
+        weights = {"target_weights": jnp.array([1, 0.5, -0.25])}
+        options |= weights | {"softcap": SigmoidCap(6.0, 1.0, 2.0)}
+    targets = targets.at[(ignored := jnp.array([0, 5, 11])),].set(-1)
+    cotangents = jnp.full(12, 1 / 9).at[ignored].set(0)
+    cotangents = cotangents.at[8].set(0.3) if changed else cotangents
+    labels = targets, options
+    (losses,), (dx, _) = check("fused", SMALL, jnp.float32, cotangents, labels, chunk=4)
+    assert not losses[ignored].any() and not dx[ignored].any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -100,7 +100,7 @@ def check_head(implementation, dtype, shape, options, **how):
     drawn = labels(shape[0], shape[3], options)
     for only in range(2 if "return_lse" in options else 1):
         cotangents = functools.partial(directions, only=only)
-        losses, *_ = check_lm_head(implementation, shape, dtype, cotangents, drawn, **how)
+        (losses, *_), _ = check_lm_head(implementation, shape, dtype, cotangents, drawn, **how)
         assert not losses[0]
 
 
@@ -180,12 +180,20 @@ def test_an_unused_lse_adds_no_matmul():
     assert text.count(" dot(") == 3 * 3
 
 
-def test_weights_may_be_mapped(triton_on_cpu):
-    logits = jnp.asarray(np.random.default_rng(0).standard_normal((2, 6, 20)), jnp.float32)
-    targets, weights = jnp.arange(6), jnp.arange(12.0).reshape(2, 6)
-    how = {"implementation": "triton", "label_smoothing": 0.1, "return_lse": True}
-    f = lambda logits, weights: fused_classifier(logits, targets, weights_N=weights, **how)
-    for found, *each in zip(jax.vmap(f)(logits, weights), *map(f, logits, weights), strict=True):
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_weights_may_be_mapped(implementation, triton_on_cpu):
+    """Of rows, and of targets."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    args = draw(2, 6, 20), draw(2, 6), draw(2, 3)
+    targets = jnp.arange(18).reshape(6, 3)
+    how = {"implementation": implementation, "label_smoothing": 0.1, "return_lse": True}
+
+    def f(logits, rows, of_targets):
+        weights = {"weights_N": rows, "target_weights": of_targets}
+        return fused_classifier(logits, targets, **weights, **how)
+
+    for found, *each in zip(jax.vmap(f)(*args), *map(f, *args), strict=True):
         np.testing.assert_allclose(found, jnp.stack(each), rtol=1e-6, atol=1e-7)
 
 

@@ -89,19 +89,6 @@ def test_vmap_lowers_for_an_h200():
     assert lower_for_h200(jax.vmap(f), *args).count("custom_call @sample_kernel") == 1
 
 
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_no_derivative(implementation, triton_on_cpu):
-    logits_BV, uniform_B = inputs(6, 99, jnp.float32)
-
-    def f(logits_BV):
-        token_B = sample_token(logits_BV, uniform_B, FILTERS["all"], implementation=implementation)
-        return token_B.astype(jnp.float32).sum()
-
-    with pytest.raises(NotImplementedError, match="sample_token: has no derivative.*stop_gradient"):
-        jax.grad(f)(logits_BV)
-    assert not jax.grad(lambda logits_BV: f(jax.lax.stop_gradient(logits_BV)))(logits_BV).any()
-
-
 @pytest.mark.parametrize("temperature", [1e-3, 1e-9, 1.2e-38])
 @pytest.mark.parametrize("how", [(), (np.int32(2),), (None, np.float32(0.9))], ids=str)
 def test_a_small_temperature_draws_the_likeliest_token(temperature, how):
