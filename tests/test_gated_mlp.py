@@ -140,8 +140,8 @@ def test_several_matrices_in_one_matmul():
     rng = np.random.default_rng(1)
     x, *ws = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((5, 8), (8, 3), (8, 6)))
     joined = jnp.concatenate(ws, axis=1)
-    for implementation in ("xla", "reference"):
-        f = functools.partial(linear, implementation=implementation)
+    for how in ({"implementation": "xla"}, {"implementation": "reference"}, {"numerics": "fp8"}):
+        f = functools.partial(linear, **how)
         y, pull = jax.vjp(lambda x, *ws, f=f: f(x, ws), x, *ws)
         expected, pull_joined = jax.vjp(f, x, joined)
         np.testing.assert_allclose(y, expected, rtol=1e-6)
