@@ -113,29 +113,9 @@ def moves(text: str) -> Callable[[Path], None]:
     return change
 
 
-def metadata(field: str, value: object = None) -> Callable[[Path], None]:
-    """Return a change of one value in the newer checkpoint's metadata; None removes the value."""
-
-    def change(folder: Path) -> None:
-        path = folder / str(NEW) / "meta" / "metadata"
-        meta = json.loads(path.read_text())
-        owner = meta["data"] if field == "position" else meta
-        if value is None:
-            del owner[field]
-        else:
-            owner[field] = value
-        path.write_text(json.dumps(meta))
-
-    return change
-
-
 def folder_changes() -> dict[str, Callable[[Path], None]]:
     changes = {name: moves(text) for name, text in MOVES.items()}
     changes["a link to the older one"] = lambda folder: (folder / "45").symlink_to(folder / "15")
-    for position in (-1, 1.5, 17, "480", None):
-        changes[f"position {position!r}"] = metadata("position", position)
-    for field in ("step", "files", "checksum", "format", "data"):
-        changes[f"{field} missing"] = metadata(field)
     return changes
 
 

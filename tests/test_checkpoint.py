@@ -97,6 +97,7 @@ def test_a_changed_number_in_the_metadata_is_found(tmp_path):
         before.replace('"step": 7', '"step": 8'): "the checksum of its metadata is wrong",
         before.replace("checkpoint 3", "checkpoint 2"): "the checksum of its metadata is wrong",
         json.dumps(without_step | {"checksum": checksum(without_step)}): "saved as step None",
+        json.dumps(without_step | {"step": 7}): "the checksum of its metadata is wrong",
         **{text: "7 is damaged" for text in ("not json", "[1]", "[" * 100_000)},
     }
     for text, reason in changed.items():

@@ -1,6 +1,7 @@
 """Files and options that the loaders and writers of weights refuse, in one printable line."""
 
 import inspect
+import json
 import os
 import re
 import resource
@@ -90,6 +91,19 @@ def header(at, value, *more):
     return raw("model.bin", change)
 
 
+def entry(field, value):
+    """Change the description of a tensor in the header."""
+
+    def change(content):
+        end = 8 + int.from_bytes(content[:8], "little")
+        described = json.loads(content[8:end])
+        described["transformer.wpe.weight"][field] = value
+        text = json.dumps(described).encode()
+        return len(text).to_bytes(8, "little") + text + content[end:]
+
+    return raw("model.safetensors", change)
+
+
 def fifo(name):
     def change(folder):
         (folder / name).unlink(missing_ok=True)
@@ -141,6 +155,17 @@ GPT2 = [
         for content in (b"", b"\1\0\0", (1 << 40).to_bytes(8, "little") + b"{}", b"no tensors")
     ),
     *(
+        (entry(*changed), "Error while deserializing header")
+        for changed in (
+            ("dtype", "F64"),
+            ("dtype", "\x1b[31m"),
+            ("shape", [2**32, 2**32]),
+            ("shape", [-1, 4]),
+            ("data_offsets", [0, 2**63]),
+            ("data_offsets", None),
+        )
+    ),
+    *(
         (fifo(name), f"{re.escape(name)}: expected a regular file, found a FIFO")
         for name in ("config.json", "model.safetensors")
     ),
@@ -167,6 +192,7 @@ LLMC = [
     (header(7, 10), "padded_vocab_size=10 is below vocab_size=11"),
     (header(4, 0), "n-layer must be at least 1 .*, got 0"),
     *((header(at, HUGE, 7, HUGE + 1 if at == 3 else 128), r"\d{10,} bytes") for at in (2, 3, 4, 6)),
+    *((header(at, -1), "must be at least 1|is below") for at in range(2, 8)),
     (raw("model.bin", lambda b: b[:5135]), CUT + "5135"),
     (raw("model.bin", lambda b: b + b"\0\0"), CUT),
     (raw("model.bin", lambda b: b[:3]), "header of 1024 bytes.* found 0 bytes"),
