@@ -21,34 +21,20 @@ TINY = dict(blocks=2, heads=2, head_dim=16, vocab=61, positions=24)
 
 def inputs(dtype, lengths, *, blocks, heads, head_dim, vocab, positions, seed=0):
     """Random weights, a cache that is zero where no sequence has a key, tokens and lengths."""
-    c, b = heads * head_dim, len(lengths)
-    keys = iter(jax.random.split(jax.random.key(seed), 30))
+    b, keys = len(lengths), iter(jax.random.split(jax.random.key(seed), 30))
+    sizes = {"V": vocab, "S": positions + 5, "L": blocks, "C": (c := heads * head_dim)}
+    sizes |= {"N": 3 * c, "F": 4 * c}
 
-    def matrix(*shape):
-        return (jax.random.normal(next(keys), shape) * 1.5 / shape[-1] ** 0.5).astype(dtype)
+    def draw(field):
+        shape = [sizes[axis] for axis in field.rpartition("_")[2]]
+        if field in ("qkv_LNC", "proj_LCC", "fc_LFC", "out_LCF", "head_VC"):
+            x = jax.random.normal(next(keys), shape) * 1.5 / shape[-1] ** 0.5
+            return x.astype(dtype)
+        shape[0] += 3 * (field == "wte_VC")
+        return float("scale" in field) + 0.3 * jax.random.normal(next(keys), shape)
 
-    def vector(*shape, mean=0.0):
-        return mean + 0.3 * jax.random.normal(next(keys), shape)
-
-    weights = DecoderWeights(
-        wte_VC=vector(vocab + 3, c),
-        wpe_SC=vector(positions + 5, c),
-        ln_1_scale_LC=vector(blocks, c, mean=1),
-        ln_1_bias_LC=vector(blocks, c),
-        qkv_LNC=matrix(blocks, 3 * c, c),
-        qkv_bias_LN=vector(blocks, 3 * c),
-        proj_LCC=matrix(blocks, c, c),
-        proj_bias_LC=vector(blocks, c),
-        ln_2_scale_LC=vector(blocks, c, mean=1),
-        ln_2_bias_LC=vector(blocks, c),
-        fc_LFC=matrix(blocks, 4 * c, c),
-        fc_bias_LF=vector(blocks, 4 * c),
-        out_LCF=matrix(blocks, c, 4 * c),
-        out_bias_LC=vector(blocks, c),
-        ln_f_scale_C=vector(c, mean=1),
-        ln_f_bias_C=vector(c),
-        head_VC=matrix(vocab, c),
-    )
+    names = [field.name for field in dataclasses.fields(DecoderWeights)]
+    weights = DecoderWeights(**{name: draw(name) for name in names})
     length_B = jnp.asarray(lengths, jnp.int32)
     filled_1BS11 = (jnp.arange(positions)[None] < length_B[:, None])[None, :, :, None, None]
     shape = (blocks, b, positions, heads, head_dim)
