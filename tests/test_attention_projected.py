@@ -96,15 +96,6 @@ def test_a_bias_of_the_keys_has_no_gradient(mosaic_on_cpu):
     assert not of_k.any() and of_q.any() and of_v.any()
 
 
-def test_parameters_may_be_fp32():
-    args = inputs(1, 8, 16, 1, head_dim=16)
-    wide = args[0], *(a.astype(jnp.float32) for a in args[1:])
-    f = functools.partial(projected_attention, heads=1)
-    np.testing.assert_array_equal(f(*wide), f(*args))
-    gradients = jax.grad(lambda *args: f(*args).astype(jnp.float32).sum(), (0, 1, 2))(*wide)
-    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.float32, jnp.float32]
-
-
 @pytest.mark.parametrize("batch, extra", [(64, 0), (4, 1)])
 def test_what_is_launched_on_an_h200(batch, extra):
     """Whole heads at B = 64; split ones at 4. Nothing reads all of dqkv but the two products."""

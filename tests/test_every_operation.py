@@ -577,6 +577,23 @@ def test_back_ends_that_cannot_run_are_refused(name):
     jax.tree.map(np.testing.assert_array_equal, auto, in_xla)
 
 
+@pytest.mark.parametrize(
+    "name, back_end",
+    [pair for pair in BACK_ENDS if SMALL[pair[0]][2] is DENSE or pair[0] in ("mlp", "swiglu")],
+)
+def test_fp32_parameters_beside_bf16(name, back_end, interpreter):
+    """The results are those of the rounded parameters; XLA rounds nothing on the way to the
+    gradients, which are fp32."""
+    f, args, how = public_call(name)
+    x, *parameters = (jnp.asarray(a, jnp.bfloat16) for a in args)
+    loss = lambda *args: f(*args, implementation=back_end, **how).astype(jnp.float32).sum()
+    run = jax.value_and_grad(loss, tuple(range(len(args))))
+    rounded, gradients = run(x, *parameters), run(x, *(p.astype(jnp.float32) for p in parameters))
+    assert [g.dtype for g in gradients[1]] == [x.dtype, *[jnp.float32] * len(parameters)]
+    for one, other in zip(*map(jax.tree.leaves, (gradients, rounded)), strict=True):
+        np.testing.assert_array_equal(one.astype(other.dtype), other)
+
+
 MOSAIC = [
     name
     for name, operation in OPERATIONS.items()

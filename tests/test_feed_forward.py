@@ -161,17 +161,6 @@ def test_fp32(triton_on_cpu, back_end, n, i, o, precision):
     check_mlp(back_end, n, i, o, 11, FP32, precision, **norms)
 
 
-@pytest.mark.parametrize("function", [linear_gelu, mlp])
-def test_fp32_parameters_have_fp32_gradients(function):
-    """The results are those of the rounded parameters; XLA rounds nothing on the way."""
-    x, *parameters = mlp_inputs(4, 3, 2, 2, BF16)[: 4 if function is mlp else 3]
-    run = jax.value_and_grad(functools.partial(loss, f=function), tuple(range(len(parameters) + 1)))
-    rounded, gradients = run(x, *parameters), run(x, *(p.astype(FP32) for p in parameters))
-    assert [g.dtype for g in gradients[1]] == [BF16, *[FP32] * len(parameters)]
-    for one, other in zip(*map(jax.tree.leaves, (gradients, rounded)), strict=True):
-        np.testing.assert_array_equal(one.astype(other.dtype), other)
-
-
 def test_the_result_is_rounded_once():
     """A bias too small to move a bf16 sum still moves gelu of it where it is added in fp32."""
     x, w = jnp.full((1, 1), 0.5, jnp.bfloat16), jnp.ones((1, 2), jnp.bfloat16)
