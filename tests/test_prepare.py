@@ -19,7 +19,6 @@ from gptjax.data import (
     DatasetError,
     Options,
     PrepareError,
-    TokenizerUnavailable,
     corpora,
     find_dataset,
     get_tokenizer,
@@ -83,28 +82,6 @@ def test_the_tokens_depend_neither_on_shards_nor_on_pieces(texts, tmp_path, monk
     assert len(list(made.glob("*_train_*.bin"))) > 20 and len(list(made.glob("*_val_*.bin"))) > 1
     for split in ("train", "val"):
         np.testing.assert_array_equal(tokens_of(made, split), tokens_of(whole, split))
-
-
-def test_pieces_of_a_long_document_have_the_tokens_of_the_whole(monkeypatch, tmp_path):
-    try:
-        gpt2 = get_tokenizer("gpt2")
-    except TokenizerUnavailable:
-        pytest.skip("GPT-2's BPE files are neither in TIKTOKEN_CACHE_DIR nor on the network")
-    monkeypatch.setattr(module, "_PIECE_CHARACTERS", 7)
-    strange = (
-        "a\n\nb  \n c\n\n\nd\r\ne \nf\ng\u2028\nh\n\u00a0i\n" * 40
-        + "don't\nstop   \n\n   \nnow 's\n'll\n" * 40
-    )
-    whole = Path(module.__file__).read_text(encoding="utf-8") + strange
-    (tmp_path / "a.txt").write_text(whole, encoding="utf-8")
-    (tmp_path / "b.txt").write_text("x", encoding="utf-8")
-    corpus = corpora.text([tmp_path / "a.txt", tmp_path / "b.txt"])
-    found = module._pieces(corpus, corpus.measure(), Options())
-    pieces = [piece for piece in found if piece.split == module.TRAIN]
-    assert len(pieces) > 100
-    assert [piece.first for piece in pieces] == [True] + [False] * (len(pieces) - 1)
-    ids = np.concatenate([gpt2.encode(piece.text) for piece in pieces])
-    np.testing.assert_array_equal(ids, gpt2.encode(whole))
 
 
 # ------------------------------------------------------------------------------------ the splits
