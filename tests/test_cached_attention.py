@@ -1,14 +1,12 @@
 """pallas_kernels.cached_attention against its definition in fp64, by the 2× rule."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison_tools import assert_within_twice, max_abs, rms
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from rule_tools import refused, run_reference
 
 from pallas_kernels import cached_attention
@@ -102,25 +100,6 @@ def test_vmap(small_tiles):
         for i, args in enumerate(pairs):
             expected = run("xla", *args, sinks_H=of(i), precision="highest")
             np.testing.assert_allclose(found[i], expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("axis", [0, 2])
-def test_sharded_arrays(axis, kind, triton_on_cpu):
-    """Each device launches on its sequences, or its key heads and their query heads."""
-    mesh = jax.make_mesh((2,), ("x",), axis_types=(kind,), devices=jax.devices()[:2])
-    spec = PartitionSpec(*[None] * axis, "x")
-    args = inputs(jnp.float32, 5, (9, S), shape=(2, S, H, K, D))
-    specs = [spec] * 3 + [spec if axis == 0 else PartitionSpec()]
-    with jax.set_mesh(mesh):
-        shapes = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, each))
-            for x, each in zip(args, specs, strict=True)
-        ]
-        compiled = jax.jit(functools.partial(run, "triton")).lower(*shapes).compile()
-    text = compiled.as_text()
-    assert not re.search("all-reduce|all-gather|all-to-all|collective-permute", text)
-    assert compiled.output_shardings.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
 def test_refusals(triton_on_cpu):

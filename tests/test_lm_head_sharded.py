@@ -11,9 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from process_tools import python
 
-from pallas_kernels import fused_classifier, linear_cross_entropy, lm_head, select
+from pallas_kernels import fused_classifier, linear_cross_entropy, lm_head
 from pallas_kernels.classifier import SigmoidCap
-from pallas_kernels.gemm.numerics import Plain
 
 N, C, V = 64, 8, 48
 ROWS, WHOLE = PartitionSpec("devices"), PartitionSpec()
@@ -112,22 +111,6 @@ def test_numpy_arrays_with_in_shardings():
     f = functools.partial(linear_cross_entropy, implementation="fused", chunk=16)
     run = jax.jit(gradients(f, "mean"), in_shardings=shardings).lower(*drawn()).compile()
     assert [size for size in collectives(run.as_text()) if size not in (1, V * C)] == []
-
-
-def test_a_mesh_with_manual_and_other_axes_selects_xla(triton_on_cpu):
-    mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
-    chosen = []
-
-    def inside(x):
-        chosen.append(select("linear_cross_entropy", arrays=x, numerics=Plain()))
-        return x
-
-    with jax.set_mesh(mesh):
-        spec = PartitionSpec("manual")
-        specs = {"in_specs": spec, "out_specs": spec}
-        jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((N, C)))
-        assert select("linear_cross_entropy", arrays=jnp.ones(N), numerics=Plain()) == "fused"
-    assert {*chosen} == {"xla"}
 
 
 @pytest.mark.parametrize("loss", ["weighted", "lse"])

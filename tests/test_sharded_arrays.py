@@ -24,6 +24,7 @@ import pallas_kernels as pk
 from pallas_kernels import _dispatch
 from pallas_kernels._partition import Rule, digest, overwriting, sharded
 from pallas_kernels.extend import triton_call
+from pallas_kernels.gemm import Plain
 
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
 P, WHOLE = PartitionSpec, PartitionSpec()
@@ -64,6 +65,10 @@ class Case:
 
 def attention(*arrays, **options):
     return pk.flash_attention(*arrays, implementation="triton", **options)
+
+
+def cached(q, k, v):
+    return pk.cached_attention(q, k, v, jnp.array([5, 9, 20, T]), implementation="triton")
 
 
 def rotary(x):
@@ -141,6 +146,12 @@ CASES = {
     ),
     "packed attention over heads": Case(
         on_triton(pk.flash_attention_qkv), [((B, T, 3, H, D), P(None, None, None, "devices"))]
+    ),
+    "cached_attention": Case(
+        cached, [((B, 5, 2 * H, D), FIRST), *[(QKV, FIRST)] * 2], results=FIRST
+    ),
+    "cached_attention over key heads": Case(
+        cached, [((B, 5, 2 * H, D), HEADS), *[(QKV, HEADS)] * 2], results=HEADS
     ),
     "rotary_qkv": Case(rotary, [((B, T, 3 * H * D), FIRST)]),
     "fused_classifier": Case(losses, [((B * T, V), FIRST)]),
@@ -376,17 +387,17 @@ def test_a_mesh_with_manual_and_other_axes(name, triton_on_cpu):
 
 def test_sums_need_the_names_of_all_axes(triton_on_cpu):
     mesh = jax.make_mesh((1, 2), ("manual", "devices"), axis_types=(AxisType.Auto,) * 2)
-    chosen = []
 
-    def inside(x):
-        chosen.append(pk.select("layer_norm", channels=V, arrays=x))
-        return x
+    def select(x):
+        norm = pk.select("layer_norm", channels=V, arrays=x)
+        return norm, pk.select("linear_cross_entropy", arrays=x, numerics=Plain())
 
     with jax.set_mesh(mesh):
-        specs = {"in_specs": P("manual"), "out_specs": P("manual")}
+        chosen, specs = [], {"in_specs": P("manual"), "out_specs": P("manual")}
+        inside = lambda x: chosen.append(select(x)) or x
         jax.jit(jax.shard_map(inside, axis_names={"manual"}, **specs))(jnp.ones((8, V)))
-        assert pk.select("layer_norm", channels=V, arrays=jnp.ones((8, V))) == "triton"
-    assert {*chosen} == {"xla"}
+        assert select(jnp.ones((8, V))) == ("triton", "fused")
+    assert {*chosen} == {("xla", "xla")}
 
 
 SECOND_PROCESS = """
