@@ -3,7 +3,7 @@
 import pytest
 
 from gptjax import precision
-from gptjax.training.flops import PEAK_TFLOPS, Throughput, mfu, peak_flops
+from gptjax.training.flops import PEAK_TFLOPS, mfu, peak_flops
 
 COLUMNS = ("fp32", "tf32", "bf16")
 
@@ -58,14 +58,3 @@ def test_mfu_is_the_fraction_of_all_devices():
 
 
 # --------------------------------------------------------------------------------------- throughput
-
-
-def test_throughput_leaves_out_the_first_step_and_pauses():
-    speed = Throughput(window=3)
-    assert speed.step(100.0) is None  # ends the first step, which compiled
-    assert speed.step(100.2) == pytest.approx(200)
-    speed.pause()
-    assert speed.step(150.0) == pytest.approx(200)  # the validation and the step after it
-    assert speed.step(150.4) == pytest.approx(300)
-    speed.step(150.8)
-    assert speed.step(151.2) == pytest.approx(400)  # the 200 ms have left the window

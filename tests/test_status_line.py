@@ -1,11 +1,18 @@
-"""The status line, and the parts of the start."""
+"""The status line, the time of a step, and the parts of the start."""
 
 import io
 import time
 from unittest import mock
 
+import jax
+import jax.numpy as jnp
+import pytest
 from rich.console import Console
 
+from gptjax.config import Config
+from gptjax.training.progress import Progress
+from gptjax.training.run_log import RunLog
+from gptjax.training.signals import StopRequest
 from gptjax.training.status_line import StartUpTime, StatusLine
 
 VALUES = dict(loss=3.25, lr=6e-4, ms=None, tokens_per_second=None, mfu=None)
@@ -44,6 +51,28 @@ def test_the_line_says_everything():
 def test_time_left_counts_from_a_resumed_step_and_in_hours():
     lines = plain_lines([(5, 1000, {}), (15, 1010, {}), (25, 1020, {})], total=10_000)
     assert "ETA 2h29m" in lines[1] and "ETA 2h29m" in lines[2]
+
+
+def test_the_time_of_a_step_leaves_out_the_first_one_and_pauses():
+    log, stop = mock.Mock(spec=RunLog), mock.Mock(spec=StopRequest)
+    stop.metrics.return_value = {}
+    how = {"step": 0, "devices": jax.devices()[:1], "stop": stop}
+    progress = Progress(Config(), log, Console(quiet=True), **how)
+    metrics = dict.fromkeys(("loss", "grad_norm", "lr"), jnp.ones(())) | {"skipped": jnp.zeros(())}
+
+    def ms(now):
+        progress.submit(progress.step + 1, metrics)
+        with mock.patch("time.perf_counter", return_value=now):
+            progress.read()
+        return log.write.call_args.kwargs["ms"]
+
+    assert ms(100.0) is None  # ends the first step, which compiled
+    assert ms(100.2) == pytest.approx(200)
+    progress.pause()
+    assert ms(150.0) == pytest.approx(200)  # the validation and the step after it
+    assert ms(150.4) == pytest.approx(300)
+    later = [ms(150.4 + 0.4 * i) for i in range(1, 20)]
+    assert later[-1] == pytest.approx(400)  # the 200 ms are not among the last 20 times
 
 
 def test_the_parts_of_the_start_have_no_gap_between_them(monkeypatch):

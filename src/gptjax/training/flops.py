@@ -1,6 +1,5 @@
-"""Throughput and model FLOPs utilization (MFU)."""
+"""Model FLOPs utilization (MFU)."""
 
-import collections
 import re
 
 # Peak TFLOP/s of one device in fp32 without the tensor cores, and in tf32 and bf16 on the tensor
@@ -96,29 +95,3 @@ def mfu(
     """
     peak = peak_flops(device_kind, precision_name)
     return None if peak is None else tokens_per_second * flops_per_token / (peak * device_count)
-
-
-class Throughput:
-    """Mean time of the last `window` steps in milliseconds.
-
-    The time of a step is the interval between two completed steps. The first step, which includes
-    compilation, is not counted, nor is the step after `pause`, which includes validation or a
-    checkpoint.
-    """
-
-    def __init__(self, window: int = 20):
-        self._intervals_ms = collections.deque(maxlen=window)
-        self._last: float | None = None
-
-    def step(self, now: float) -> float | None:
-        """Record the time in seconds at which a step completed; return the mean, or None until two
-        consecutive steps have completed."""
-        intervals = self._intervals_ms
-        if self._last is not None:
-            intervals.append(1000 * (now - self._last))
-        self._last = now
-        return sum(intervals) / len(intervals) if intervals else None
-
-    def pause(self) -> None:
-        """Exclude the current interval, which includes time outside of steps."""
-        self._last = None

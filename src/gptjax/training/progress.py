@@ -1,5 +1,6 @@
 """Progress of a run: metrics of each step are read one step late, checked, logged and shown."""
 
+import collections
 import math
 import time
 from typing import Any
@@ -14,7 +15,7 @@ from gptjax.config import Config
 from gptjax.terminal import printable
 from gptjax.timeline import Timeline
 from gptjax.training.checkpoint import NotFiniteError
-from gptjax.training.flops import Throughput, mfu
+from gptjax.training.flops import mfu
 from gptjax.training.run_log import RunLog
 from gptjax.training.signals import StopRequest
 from gptjax.training.status_line import StatusLine
@@ -58,7 +59,9 @@ class Progress:
         self._config, self._log, self._console, self._devices = config, log, console, devices
         self._timeline = Timeline(config)
         self._status = StatusLine(config.max_steps, console, tokens=self._timeline.tokens)
-        self._throughput = Throughput()
+        # The mean time of a step is that of the last intervals between two completed steps. The
+        # first step, which compiles, has none.
+        self._intervals_ms, self._ended = collections.deque(maxlen=20), None
         self.step = step
         self._unread: dict[str, jax.Array] | None = None
         self._not_finite = 0
@@ -116,11 +119,15 @@ class Progress:
         first, self._read_any = not self._read_any, True
         span = self._timeline.at(self.step - 1)  # stage of the last update
         if self.step - 1 == span.begin and not first:
-            self._throughput = Throughput()
+            self._intervals_ms.clear()
+            self.pause()
         config, stage = span.config, {"stage": span.number} if self._config.stages else {}
-        rates = {"ms": self._throughput.step(time.perf_counter())}
-        rates |= {"tokens_per_second": None, "mfu": None}
-        if rates["ms"] is not None:
+        before, self._ended = self._ended, time.perf_counter()
+        if before is not None:
+            self._intervals_ms.append(1000 * (self._ended - before))
+        rates = dict.fromkeys(("ms", "tokens_per_second", "mfu"))
+        if intervals := self._intervals_ms:
+            rates["ms"] = sum(intervals) / len(intervals)
             rates["tokens_per_second"] = speed = config.batch_tokens / rates["ms"] * 1e3
             model, device = config.model, self._devices[0].device_kind
             flops = model.flops_per_token(config.sequence_length)
@@ -189,8 +196,8 @@ class Progress:
         self._status.notes["clip"] = f"FP8 clips {clipped[name]:.1e} ({name})" if clips else ""
 
     def pause(self) -> None:
-        """Exclude the time since the last step from the throughput."""
-        self._throughput.pause()
+        """Exclude the current interval, such as one with a validation, from the time of a step."""
+        self._ended = None
 
 
 def _numbers(metrics: dict[str, np.ndarray]) -> dict[str, float]:
