@@ -37,7 +37,7 @@ from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StagedStep
 from gptjax.training.evaluations import Evaluations
 from gptjax.training.header import header
-from gptjax.training.inputs import Batches, Inputs
+from gptjax.training.inputs import Inputs
 from gptjax.training.lock import locked
 from gptjax.training.progress import Progress
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
@@ -123,7 +123,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     start_up.mark("state")
 
     # ------------------------------------------------------------------------------------------ log
-    batches, val_batches = Batches(inputs, step), inputs.val_batches()
+    batches, val_batches = inputs.train_batches(step), inputs.val_batches()
     stack.callback(batches.close)
     val_weights = inputs.val_weights(val_batches)
     log = (RunLog if first else NoLog)(config.run_dir, start.step, wandb=config.wandb, note=warn)

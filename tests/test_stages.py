@@ -20,7 +20,7 @@ from gptjax.precision import Precision
 from gptjax.timeline import Timeline
 from gptjax.training import compilation, status_line
 from gptjax.training.compilation import StagedStep
-from gptjax.training.inputs import Batches, Inputs
+from gptjax.training.inputs import Inputs
 from gptjax.training.step import init_state
 from gptjax.weights import checkpoint_files
 
@@ -98,7 +98,7 @@ def test_the_windows_of_a_stage(staged):
     inputs = Inputs.find(staged, mesh)
 
     def read(step, count):
-        batches = Batches(inputs, step)
+        batches = inputs.train_batches(step)
         windows = [tokens_of(next(batches)) for _ in range(count)]
         batches.close()
         return windows

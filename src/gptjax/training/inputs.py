@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
@@ -130,6 +131,18 @@ class Inputs:
             sequential=_stretches(self.timeline, span, self.eot),
         )
 
+    def train_batches(self, step: int) -> Iterator[Batch]:
+        """Yield the training batches after `step` steps, with a loader for each stage.
+
+        The arrays of a `Batch` have the shape (micro-batches, sequences of this process, T).
+        """
+        for span in self.timeline.spans:
+            if (begin := max(step, span.begin)) < span.end:
+                size = span.config.micro_batches(self.mesh.size)
+                with self.loader(begin) as loader:
+                    for batch in itertools.islice(loader, span.end - begin):
+                        yield jax.tree.map(lambda x, n=size: x.reshape(n, -1, x.shape[1]), batch)
+
     def val_batches(self) -> list[Batch]:
         """Return the validation batches on their devices; every call returns the same tokens.
 
@@ -164,34 +177,6 @@ class Inputs:
                 "give a larger --val-tokens, or prepare more text for validation"
             )
         return weights
-
-
-class Batches:
-    """Iterator over the training batches after `step` steps, with a new loader for each stage.
-
-    The arrays of a `Batch` have the shape (micro-batches, sequences of this process, T).
-    """
-
-    def __init__(self, inputs: Inputs, step: int):
-        self._inputs, self._step = inputs, step
-        self._loader = inputs.loader(step)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
-
-    def __next__(self) -> Batch:
-        span = self._inputs.timeline.at(self._step)
-        if self._step == span.begin and span.number > 1:
-            self._loader.close()
-            self._loader = self._inputs.loader(self._step)
-        batch = next(self._loader)
-        self._step += 1
-        micro_batches = span.config.micro_batches(self._inputs.mesh.size)
-        return jax.tree.map(lambda x: x.reshape(micro_batches, -1, x.shape[1]), batch)
-
-    def close(self) -> None:
-        """End the loader's threads."""
-        self._loader.close()
 
 
 def _checked_tokenizer(config: Config, dataset: data.Dataset) -> data.Dataset:
