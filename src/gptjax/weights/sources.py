@@ -94,14 +94,12 @@ class Source:
         Raises:
             WeightsError: the parameters are damaged or do not fit.
         """
-        if like is None:
-            sharding, shapes = jnp.zeros(()).sharding, dict(abstract_params(config))
-            like = jax.tree.map(lambda x: x.update(sharding=sharding), shapes)
         if self.format is None:
-            return checkpoint_files.read_params(self.path, like)
+            return checkpoint_files.read_params(self.path, like or on_default_device(config))
         with reading(self.path):
             tensors = self.format.tensors_of(self.path, config)
-            wanted: dict[Key, Any] = traverse_util.flatten_dict(dict(like))
+            shapes = dict(like or on_default_device(config))
+            wanted: dict[Key, Any] = traverse_util.flatten_dict(shapes)
             return traverse_util.unflatten_dict({key: _put(x, wanted[key]) for key, x in tensors})
 
     def identity(self) -> str:
@@ -200,4 +198,13 @@ def _put(tensor: np.ndarray, like: jax.ShapeDtypeStruct) -> jax.Array:
     # Copies: the tensor may be a view of a file that is about to be closed.
     return jax.make_array_from_callback(
         like.shape, like.sharding, lambda index: np.array(tensor[index], like.dtype)
+    )
+
+
+def on_default_device(config: ModelConfig) -> dict:
+    """Return the parameters as `jax.ShapeDtypeStruct`s on JAX's default device."""
+    sharding = jnp.zeros(()).sharding
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        dict(abstract_params(config)),
     )
