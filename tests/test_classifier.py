@@ -36,14 +36,14 @@ SHAPES = [
 
 def inputs(shape, dtype, weights=None, seed=0):
     """Logits with NaN and infinities in the padding; targets with the first, the last, an ignored
-    and an unknown one, or rows of several with those and a column twice; the losses' cotangent."""
+    and two unknown ones, or rows of several with those and a column twice; the losses' cotangent."""
     n, v, vocab_size = shape
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal((n, v))
     logits[:, vocab_size:] = rng.choice([np.nan, np.inf, -np.inf, 7.0], (n, v - vocab_size))
     if weights is None:
         targets = rng.integers(vocab_size, size=n)
-        targets[:5] = [0, vocab_size - 1, IGNORE, vocab_size, -1]
+        targets[:5] = [0, vocab_size - 1, IGNORE, vocab_size, IGNORE - 1]
     else:
         targets = rng.integers(vocab_size, size=(n, 3))
         rows = [[0, vocab_size - 1, 0], [5, 5, 5], [IGNORE, 0, IGNORE], [IGNORE] * 3]

@@ -213,17 +213,6 @@ def test_only_targets_with_a_loss_count():
     assert loss == 0 and not any(np.asarray(g).any() for g in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize("loss", ["reference", "xla", "fused"])
-def test_only_minus_one_is_ignored(loss):
-    config = dataclasses.replace(MODELS["gpt2"], loss=loss)
-    model, tokens = nnx.merge(graph(config), params_of("gpt2")), jnp.zeros((1, 4), jnp.int32)
-    value = jax.jit(loss_fn, static_argnums=3)
-    assert np.isfinite(value(model, tokens, tokens.at[0, 1].set(-1), -1))
-    assert np.isnan(value(model, tokens, tokens.at[0, 1].set(-2), -1))
-    assert np.isnan(value(model, tokens, tokens.at[0, 1].set(-1), None))
-    assert value(model, tokens, jnp.full_like(tokens, -1), -1) == 0
-
-
 def test_the_factor_of_the_losses_costs_no_second_matmul_of_the_head():
     """XLA sees that all losses have one factor."""
     config = dataclasses.replace(MODELS["gpt2"], loss="fused")

@@ -166,8 +166,6 @@ def test_files_of_other_programs(tmp_path):
         assert_same(found.blocks, random_params()["blocks"])
     with pytest.raises(WeightsError, match="at least the 50257 ids of the tokenizer gpt2"):
         gptjax.load(tmp_path / "hf", tokenizer="gpt2")
-    with pytest.raises(ValueError, match=r"unknown options \['n_layer'\], or the file decides"):
-        gptjax.load(tmp_path / "hf", n_layer=3)
     with pytest.raises(WeightsError, match="expected a run for step=3"):
         gptjax.load(tmp_path / "hf", step=3)
     for size, name in {50257: "gpt2", 50304: "gpt2", 258: None}.items():

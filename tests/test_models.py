@@ -273,18 +273,3 @@ def test_configs_that_are_refused(unchecked_types, name):
     for fields, message in REFUSED[name]:
         with pytest.raises(ValueError, match=re.escape(message)):
             dataclasses.replace(MODELS[name][0], **fields)
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"attention": "flash"}, "flash_attention: unknown implementation 'flash'; choose one of"),
-        ({"loss": "sparse"}, r"unknown implementation 'sparse'; choose one of \['auto'"),
-        ({"loss_chunk": 4}, "3 tokens are not a multiple of chunk=4"),
-    ],
-)
-def test_options_that_a_call_refuses(options, message):
-    graphdef, params = split(dataclasses.replace(ODD, **options))
-    tokens = jnp.zeros((1, 3), jnp.int32)
-    with pytest.raises(ValueError, match=message):
-        jax.eval_shape(lambda p: loss_fn(nnx.merge(graphdef, p), tokens, tokens), params)
