@@ -36,7 +36,8 @@ SHAPES = [
 
 def inputs(shape, dtype, weights=None, seed=0):
     """Logits with NaN and infinities in the padding; targets with the first, the last, an ignored
-    and two unknown ones, or rows of several with those and a column twice; the losses' cotangent."""
+    and two unknown ones, or rows of several with those and a column twice; the losses'
+    cotangent."""
     n, v, vocab_size = shape
     rng = np.random.default_rng(seed)
     logits = 3 * rng.standard_normal((n, v))
