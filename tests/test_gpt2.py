@@ -114,9 +114,10 @@ def test_kernels_names_the_back_ends_of_each_operation():
         ]:
             wide = GPT2Config(n_head=2, n_embd=width, precision=Precision(precision))
             assert wide.kernels(1024)["flash_attention"] == attention
-    for field in ("norm", "mlp"):
-        with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
-            dataclasses.replace(config, **{field: "triton"}).kernels(7)
+    for field in ("attention", "norm", "mlp"):
+        for segments in (False, True):
+            with pytest.raises(ValueError, match="implementation 'triton' needs an NVIDIA GPU"):
+                dataclasses.replace(config, **{field: "triton"}).kernels(7, segments=segments)
 
 
 def test_sampling_needs_no_whole_tiles():
