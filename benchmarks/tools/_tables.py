@@ -26,11 +26,11 @@ class Results:
     def __getitem__(self, name: str) -> dict:
         """Return the result NAME.json, or the records of NAME.jsonl as its "rows"."""
         if name not in self.read:
-            path = FOLDER / f"{name}.json"
-            if path.exists():
+            path = file_of(name)
+            if path.suffix == ".json":
                 self.read[name] = json.loads(path.read_text(encoding="utf-8"))
             else:
-                records = learning.read_records(path.with_suffix(".jsonl"))
+                records = learning.read_records(path)
                 last = {key: records[-1][key] for key in ("device", "date")}
                 self.read[name] = last | {"date": last["date"][:10], "rows": records}
         return self.read[name]
@@ -44,10 +44,16 @@ class Results:
             return ""
         devices = dict.fromkeys(hardware(name, result) for name, result in self.read.items())
         dates = sorted({result["date"] for result in self.read.values()})
-        names = [next(FOLDER.glob(f"{name}.json*")) for name in self.read]
+        names = [file_of(name) for name in self.read]
         common = names[0] if len(names) == 1 else Path(os.path.commonpath(names))
         link = f"[{common.name}]({os.path.relpath(common, self.page.parent)})"
         return f"{'; '.join(devices)}, {' to '.join(dict.fromkeys((dates[0], dates[-1])))}: {link}"
+
+
+def file_of(name: str) -> Path:
+    """Return the file of a result: NAME.jsonl if it is there, else NAME.json."""
+    records = FOLDER / f"{name}.jsonl"
+    return records if records.exists() else records.with_suffix(".json")
 
 
 def hardware(name: str, result: dict) -> str:
@@ -189,7 +195,7 @@ def overview_table(results: Results) -> str:
     shapes = f"{len(others) + 2} shapes"
     generation = results["generate/batch_64"]["rows"][0]
     lines = [
-        ["start until the first step, empty caches", f"{cold:.1f} s"],
+        ["start to first step, H100, empty caches", f"{cold:.1f} s"],
         ["the same, full caches", f"{warm:.1f} s"],
         [
             "all accelerations in bf16, compared with fp32 without jit",
@@ -200,7 +206,7 @@ def overview_table(results: Results) -> str:
         [f"attention on an H100, compared with cuDNN: slowest of {shapes}", f"{slowest:.2f} ×"],
         ["the same: fastest", f"{fastest:.2f} ×"],
         ["generation, 64 sequences, compared with transformers", ratio(generation["of_torch"])],
-        ["NorMuon: share of AdamW's steps for AdamW's loss", f"{share:.2f}"],
+        ["tuned NorMuon: share of AdamW's steps for AdamW's loss", f"{share:.2f}"],
     ]
     return markdown(("quantity, GPT-2 124M on an H200", "result"), lines)
 
