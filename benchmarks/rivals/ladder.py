@@ -20,10 +20,10 @@ from torch_side import require_torch, torch_step, why_no_step
 from gptjax.bench import BenchError, results
 from gptjax.bench import __main__ as bench
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
-from gptjax.bench.harness import one_device, sustained
+from gptjax.bench.harness import one_device, sustained, timed_result
 from gptjax.bench.ladder import SECONDS, compare, has_fp8
 from gptjax.bench.results import label, raise_failures, say
-from gptjax.bench.step import figures, show, timed_result
+from gptjax.bench.step import figures, show
 from gptjax.config import Config
 from gptjax.terminal import first_line
 

@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gptjax.bench import BenchError
+from gptjax.bench import BenchError, results
 
 WARM_UP_SECONDS = 1.0
 SUSTAINED_ROUNDS = 5
@@ -53,6 +53,12 @@ def first_devices(count: int) -> list[jax.Device]:
     if not 1 <= count <= available:
         raise BenchError(f"--devices {count}: expected 1 to {available}")
     return jax.devices()[:count] if count > 1 else [one_device()]
+
+
+def timed_result(script: str, rows: list[dict], **fields: Any) -> dict:
+    """Return the result of a script that measures times; `script` is that of `results.command`."""
+    how = {"device": one_device().device_kind, "packages": ("jax-triton", "triton", "torch")}
+    return results.new(results.command(script), rows, **how, **fields)
 
 
 def sustained(run: Callable[[int], float], *, seconds: float) -> list[float]:

@@ -17,9 +17,8 @@ import jax
 import tyro
 
 from gptjax.bench import BenchError, results
-from gptjax.bench.harness import Case, Ceilings, ceilings, seconds
+from gptjax.bench.harness import Case, Ceilings, ceilings, seconds, timed_result
 from gptjax.bench.results import Row, label, print_table, raise_failures, say
-from gptjax.bench.step import timed_result
 from gptjax.terminal import first_line
 
 # Name → a function that returns the seconds of one call.

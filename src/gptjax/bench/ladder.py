@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, ModelOptions, one_micro_batch
-from gptjax.bench.harness import one_device
+from gptjax.bench.harness import one_device, timed_result
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.results import raise_failures
-from gptjax.bench.step import compiled, describe, show, timed, timed_result
+from gptjax.bench.step import compiled, describe, show, timed
 from gptjax.models.base import ModelConfig
 from gptjax.precision import Precision
 from pallas_kernels.gemm import why_not_fp8

@@ -5,11 +5,11 @@ import dataclasses
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from gptjax.bench import results
 from gptjax.bench.configs import OWN_DEFAULT, StepOptions
-from gptjax.bench.harness import first_devices, one_device, sustained
+from gptjax.bench.harness import first_devices, one_device, sustained, timed_result
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.results import Row, label, print_table, raise_failures, say
 from gptjax.config import Config
@@ -138,12 +138,6 @@ def figures(row: dict, config: Config, seconds: Sequence[float], peak: int | Non
         "mfu": mfu(tokens, flops, one_device().device_kind, row["precision"], devices),
         "peak_gib": peak / GIB if peak else None,
     }
-
-
-def timed_result(script: str, rows: list[dict], **fields: Any) -> dict:
-    """Return the result of a script that measures times; `script` is that of `results.command`."""
-    how = {"device": one_device().device_kind, "packages": ("jax-triton", "triton", "torch")}
-    return results.new(results.command(script), rows, **how, **fields)
 
 
 def show(result: dict) -> None:

@@ -106,6 +106,7 @@ def _read_header(path: Path) -> list[int]:
         raise ValueError(
             f"expected a header of {HEADER_BYTES} bytes, which begins with the magic {MAGIC} of an "
             "llm.c model and the version 3 (fp32) or 5 (bf16), found "
-            f"{4 * len(header)} bytes that begin with {header[:2]}"
+            f"{4 * len(header)} bytes that begin with {header[:2]}. Export an older model again "
+            "with a newer llm.c"
         )
     return header
