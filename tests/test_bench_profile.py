@@ -164,8 +164,10 @@ def test_the_command(card, tmp_path, capsys):
     for part in ("embedding", "head, loss"):
         assert {(part, "forward"), (part, "backward")} <= passes
     assert ("optimizer, clip", "update") in passes
-    known = sum(r["ms"] for r in row["parts"] if r["part"] != "other")
-    assert known > 0.9 * row["kernel_ms"]
+    assert sum(r["ms"] for r in row["parts"]) == pytest.approx(row["kernel_ms"])
+    # Launches, not their times: a busy machine may interrupt any of them.
+    known = sum(r["calls"] for r in row["parts"] if r["part"] != "other")
+    assert known > 0.9 * sum(r["calls"] for r in row["parts"])
     assert row["kernel_ms"] == pytest.approx(sum(each["ms"] for each in row["kernels"]))
     (trace,) = out.glob("plugins/profile/*/*.trace.json.gz")
     assert row["trace"] == str(trace)
