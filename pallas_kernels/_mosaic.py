@@ -32,6 +32,14 @@ def num_sms() -> int:
     return abstract.num_cores if abstract is not None else jax.devices()[0].core_count
 
 
+def compiler_params(**options: Any) -> plgpu.CompilerParams:
+    """Return options of a kernel that is lowered for threads, not for warpgroups as by default.
+
+    JAX lowers it in half the time: it infers no layouts, which these kernels name.
+    """
+    return plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane, **options)
+
+
 def swizzled(shape: tuple[int, ...], dtype):
     """Return the type of shared memory in the swizzled layout of wgmma and TMA."""
     size = jnp.dtype(dtype).itemsize

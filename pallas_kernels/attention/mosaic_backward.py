@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _dispatch, _mosaic
-from pallas_kernels._mosaic import LOG2_E, pl, plgpu, schedule
+from pallas_kernels._mosaic import LOG2_E, compiler_params, pl, plgpu, schedule
 from pallas_kernels._partition import overwriting
 from pallas_kernels.attention import documents
 from pallas_kernels.attention.mosaic_backward_kernel import (
@@ -220,7 +220,7 @@ def _launch(sizes: Sizes, operands, dout_BTHD, rows_BHRT, bounds, fp8_scale, sum
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
         # Memory that a warpgroup stores is guarded by the kernel's barriers and `commit_smem`.
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        compiler_params=compiler_params(approx_math=True, unsafe_no_auto_barriers=True),
     )
     return run(operands, dout_BTHD, rows_BHRT, table, bounds, fp8_scale, sums)
 

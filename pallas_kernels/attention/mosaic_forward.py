@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import plgpu, schedule
+from pallas_kernels._mosaic import compiler_params, plgpu, schedule
 from pallas_kernels.attention import documents
 from pallas_kernels.attention.mosaic_forward_kernel import ROWS, Block, Sizes, scratch_types
 
@@ -96,7 +96,7 @@ def forward(operands, bounds, *, options):
         thread_name="warpgroup",
         # Sums and maxima are over the keys only. A row is within a warp, so the reductions need no
         # scratch memory.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=0),
     )
     out_BTHD, lse_BHT = run(tuple(map(padded, operands)), table, bounds)
     return out_BTHD[:, :length], lse_BHT[:, :, :length]

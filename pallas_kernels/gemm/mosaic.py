@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import Ring, pl, plgpu, swizzled
+from pallas_kernels._mosaic import Ring, compiler_params, pl, plgpu, swizzled
 
 PART_ROWS = 64
 """Rows of the part of a tile that an epilogue stores at a time."""
@@ -311,7 +311,7 @@ def matmul(
         num_threads=COMPUTING + 1,
         thread_name="wg",
         # Sums stay inside a warp.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+        compiler_params=compiler_params(approx_math=True, reduction_scratch_bytes=0),
     )
     return tuple(f(a_MK, b, *others))
 

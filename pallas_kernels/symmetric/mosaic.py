@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import _mosaic
-from pallas_kernels._mosaic import Ring, pl, plgpu, swizzled
+from pallas_kernels._mosaic import Ring, compiler_params, pl, plgpu, swizzled
 
 TILE = 128
 # Rows of one multiplying warpgroup, and columns of a part of the result that is stored at a time:
@@ -247,5 +247,6 @@ def symmetric_matmul(
         grid_names=("block",),
         num_threads=MULTIPLIERS + 1,
         thread_name="warpgroup",
+        compiler_params=compiler_params(),
     )
     return run(a_BXY, jnp.asarray(table), *([] if bcd is None else [bcd]))
