@@ -6,17 +6,19 @@
 
 Both train jla's preset transformer-1p3b (gptjax: benchmarks/rivals/jla_1p3b.py) on random tokens,
 without recomputation, with fp32 parameters, gradients and AdamW. The MFU is of gptjax's count of
-operations, which is jla's too. jla's own configs are not in its wheel: each of `VARIANTS` is a row.
+operations, which is jla's too. jla's own configs are not in its wheel: each kernel of its attention
+is a row.
 
 Not equal: jla scales FP8 by earlier steps, gptjax by the current one, and gptjax's head is FP8 in
 FP8. jla's loop over micro-batches is not unrolled here: unrolled, it needs 78 to 95 GiB.
 """
 
 import dataclasses
+import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import equinox as eqx
 import jax
@@ -36,13 +38,13 @@ from gptjax.config import Config
 from gptjax.terminal import first_line
 
 TURNS = 2
-# Fields of jla's ModelConfig and AttentionConfig. Attention is cuDNN's unless it is named.
-FP8 = {"fp8": "delayed", "fp8_fused": True, "lean_vjp": True}
-MOSAIC = {"implementation": "mosaic_gpu", "mosaic_gpu_backward": "fused"}
-VARIANTS: dict[str, list[tuple[dict, dict]]] = {
-    "bf16": [({"mlp_kernel": "mosaic_gpu"}, {}), ({"mlp_kernel": "mosaic_gpu"}, MOSAIC)],
-    "fp8": [(FP8, {}), (FP8, MOSAIC | {"fp8_grad_epilogue": True})],
+# Fields of jla's ModelConfig, and of its AttentionConfig for Mosaic; without them it is cuDNN's.
+MODEL = {
+    "bf16": {"mlp_kernel": "mosaic_gpu"},
+    "fp8": {"fp8": "delayed", "fp8_fused": True, "lean_vjp": True},
 }
+MOSAIC = {"implementation": "mosaic_gpu", "mosaic_gpu_backward": "fused"}
+MOSAIC_OF = {"bf16": MOSAIC, "fp8": MOSAIC | {"fp8_grad_epilogue": True}}
 
 
 class JlaStep:
@@ -89,24 +91,29 @@ class BesideJla(Step):
     config: Annotated[Path | None, OWN_DEFAULT] = Path(__file__).with_name("jla_1p3b.py")
     """Config file of jla's preset in gptjax."""
     micro_batches: int = 4
+    attention: tuple[Literal["cudnn", "mosaic"], ...] = ("cudnn", "mosaic")
+    """jla's attention: a row for each. jla compiles for minutes."""
     script: ClassVar[str] = "benchmarks/rivals/jla_step.py"
 
     def measure(self, config: Config, devices: int) -> list[dict]:
         ours = JaxStep(config, one_device())
         asked = describe(self.name, config, forward=False)
         rows, sides, times = [compiled(asked, ours)], [ours], [[]]
-        for variant in VARIANTS[config.model.precision.name]:
-            options = {key: value for fields in variant for key, value in fields.items()}
-            rows.append(asked | {"system": "jla", "asked": options, "kernels": "as asked"})
-            sides.append(JlaStep(config, *variant))
+        precision = config.model.precision.name
+        for name in self.attention:
+            model, attention = MODEL[precision], MOSAIC_OF[precision] if name == "mosaic" else {}
+            options = {"system": "jla", "asked": model | attention, "kernels": "as asked"}
+            rows.append(asked | options)
+            sides.append(JlaStep(config, model, attention))
             times.append([])
         for turn in range(TURNS):
             for row, side, measured in zip(rows, sides, times, strict=True):
                 if "error" in row:
                     continue
-                say(f"{label(row)}: turn {turn + 1} of {TURNS}")
                 try:
                     measured += sustained(side.run, seconds=self.seconds)
+                    said = f"{1e3 * statistics.median(measured):.2f} ms"
+                    say(f"{label(row)}: turn {turn + 1} of {TURNS}, {said}")
                 except Exception as error:
                     row["error"] = first_line(error)
                 side.rest()  # two states and an executable's temporaries do not fit
