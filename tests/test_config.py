@@ -318,7 +318,8 @@ def test_any_json_can_be_compared():
     with pytest.raises(ConfigError, match="expected the checkpoint's config as a JSON object"):
         configuration.differences([], config)
     saved = {"optimizer.b1": {"a": [1]}, "seed": None, "no\x1b[31m such": float("nan")}
-    assert configuration.differences(saved, config) == [
+    error = ConfigError("\n".join(configuration.differences(saved, config)))
+    assert str(error).splitlines() == [
         "--no\ufffd[31m such: the checkpoint has nan, now (no such option); gptjax of "
         "commit 6811bb8 may resume the run",
         "--optimizer.b1: the checkpoint has {'a': [1]}, now 0.9",

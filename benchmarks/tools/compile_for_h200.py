@@ -37,7 +37,7 @@ from gptjax.bench.hlo import ORDER, places
 from gptjax.bench.jax_step import JaxStep
 from gptjax.bench.results import Row, label, print_table, say
 from gptjax.bench.step import describe
-from gptjax.config import Config, ConfigError
+from gptjax.config import Config
 from gptjax.terminal import exit_code
 from gptjax.training.memory import GIB, needed_bytes
 from pallas_kernels import _mosaic, _triton, extend
@@ -235,7 +235,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = "NVIDIA H200, compiled for without a GPU"
         results.report(results.new(command, rows, device=device), options.out, show)
 
-    return exit_code(run, (BenchError, ConfigError))
+    return exit_code(run)
 
 
 if __name__ == "__main__":

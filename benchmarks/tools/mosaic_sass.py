@@ -174,7 +174,7 @@ def run(options: Options, args: list[str] | None) -> None:
 
 def main(args: list[str] | None = None) -> int:
     options = tyro.cli(Options, description=__doc__, args=args)
-    return exit_code(lambda: run(options, args), (BenchError, FileExistsError))
+    return exit_code(lambda: run(options, args))
 
 
 if __name__ == "__main__":

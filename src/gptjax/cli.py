@@ -18,7 +18,7 @@ from gptjax import scripts, stages
 from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, switch_algorithm
 from gptjax.precision import PRECISIONS, Precision
-from gptjax.terminal import docstrings, printable
+from gptjax.terminal import docstrings
 
 # Boxes of --help with their options. Everyday options are first; the rest is in the box "training".
 BOXES = {
@@ -217,4 +217,4 @@ def _why_not_loaded(path: Path, error: BaseException) -> str:
         said = f"{type(error).__name__}: {said}"
     if "unexpected keyword argument" in said:
         said += "; `gptjax train --help` lists the options"
-    return printable(f"{where}: {said}")
+    return f"{where}: {said}"

@@ -20,7 +20,7 @@ from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
 from gptjax.parallel import Parallel, Strategy
 from gptjax.precision import Precision
 from gptjax.stages import Stage
-from gptjax.terminal import printable
+from gptjax.terminal import UserError
 from gptjax.user_folders import data_folder
 
 # Options of a `Stage` that replace options of the config.
@@ -29,7 +29,7 @@ _OF_STAGE = ("batch_tokens", "sequence_length", "max_document_length", "micro_ba
 EVAL_TASKS = ("hellaswag", "core")
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """Invalid or contradictory options, raised before anything is allocated."""
 
 
@@ -414,7 +414,7 @@ def differences(saved: Any, config: Config) -> list[str]:
         refused = pairs.keys() - {"optimizer.schedule_steps"}
     else:
         refused = pairs.keys()
-    lines = [printable(_difference(name, *pairs[name], config)) for name in sorted(refused)]
+    lines = [_difference(name, *pairs[name], config) for name in sorted(refused)]
     if refused and refused <= allowed:
         lines.append("--resume with_changes allows such changes")
     return lines

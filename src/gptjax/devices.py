@@ -8,10 +8,12 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from gptjax.terminal import UserError
+
 PIP_LINE = "pip install 'gptjax[cuda13]'"
 
 
-class DeviceError(RuntimeError):
+class DeviceError(UserError, RuntimeError):
     """The requested device cannot be used."""
 
 

@@ -15,22 +15,21 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from gptjax import data, devices
+from gptjax import data
 from gptjax.bench import results
-from gptjax.config import EVAL_TASKS, ConfigError
+from gptjax.config import EVAL_TASKS
 from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import exit_code, hint, printable
 from gptjax.training import memory
 from gptjax.user_folders import data_folder
-from gptjax.weights import WeightsError, sources
+from gptjax.weights import sources
 
 TEXT_TASKS = ("loss", "bits-per-byte")
 TASKS = (*TEXT_TASKS, *EVAL_TASKS)
 # Seconds between lines of progress.
 LINE_SECONDS = 10
-USER_ERRORS = (data.DataError, ConfigError, devices.DeviceError, OSError, WeightsError)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -213,7 +212,7 @@ def main(args: list[str] | None = None) -> int:
             console.print(printable(f"wrote {options.out}"), markup=False)
         hint(f"gptjax export {shlex.quote(str(options.path))} --to hf --out FOLDER", piped=False)
 
-    return exit_code(command, USER_ERRORS)
+    return exit_code(command)
 
 
 if __name__ == "__main__":

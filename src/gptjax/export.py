@@ -10,7 +10,6 @@ from typing import Annotated, Literal, cast
 
 import tyro
 
-from gptjax.data import DataError
 from gptjax.data.tokenizers import AnyTokenizer
 from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
@@ -114,7 +113,7 @@ def main(
         program = "llama-cli -m" if to == "gguf" else "gptjax sample"
         hint(f"{program} {shlex.quote(str(out))}")
 
-    return exit_code(command, (WeightsError, DataError, OSError))
+    return exit_code(command)
 
 
 if __name__ == "__main__":

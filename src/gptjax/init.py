@@ -48,4 +48,4 @@ def init(
 
 if __name__ == "__main__":
     command = functools.partial(tyro.cli, init, prog="gptjax init")
-    sys.exit(exit_code(command, (OSError, ValueError)))
+    sys.exit(exit_code(command, (ValueError,)))

@@ -250,7 +250,7 @@ def main(
         result = plan(cli.load(config), gpu, count, price)
         print(json_module.dumps(result)) if json else show(result)
 
-    return exit_code(command, (ConfigError,))
+    return exit_code(command)
 
 
 if __name__ == "__main__":

@@ -260,4 +260,4 @@ if __name__ == "__main__":
         print(plot())
         hint("gptjax evaluate RUN --task bits-per-byte", piped=False)
 
-    sys.exit(exit_code(command, (ModuleNotFoundError, OSError, ValueError)))
+    sys.exit(exit_code(command, (ModuleNotFoundError, ValueError)))

@@ -17,6 +17,7 @@ from gptjax import config as configuration
 from gptjax import provenance
 from gptjax.config import Config
 from gptjax.data import Dataset
+from gptjax.terminal import UserError
 
 # Seconds without a heartbeat after which a process counts as dead.
 HEARTBEAT_SECONDS = 30
@@ -34,7 +35,7 @@ ENDED = (
 )
 
 
-class ProcessError(RuntimeError):
+class ProcessError(UserError, RuntimeError):
     """The processes of a run cannot be connected, or do not fit together."""
 
 

@@ -16,14 +16,11 @@ import jax
 import tyro
 
 from gptjax.config import ConfigError
-from gptjax.data import DataError
-from gptjax.devices import DeviceError
 from gptjax.generation import check_options
 from gptjax.generation.stream import complete
 from gptjax.model_options import ModelOptions
 from gptjax.terminal import dimmed, exit_code, hint, printable
 from gptjax.training import memory
-from gptjax.weights import WeightsError
 
 STREAMED = 8
 """Tokens per update of a streamed text."""
@@ -195,8 +192,7 @@ def main(args: list[str] | None = None) -> int:
         "as it is generated; several are printed when their batch is complete.",
         args=args,
     )
-    errors = (DataError, WeightsError, ConfigError, DeviceError, OSError)
-    return exit_code(lambda: run(options()), errors, lambda: "\ninterrupted")
+    return exit_code(lambda: run(options()), interrupted="\ninterrupted")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Untrusted text on a terminal, help texts, and the exit code of a command."""
+"""Untrusted text on a terminal, errors of the user, help texts, and the exit code of a command."""
 
 import ast
 import dataclasses
@@ -20,6 +20,16 @@ def printable(text: str) -> str:
     terminal would execute.
     """
     return "".join(c if _is_shown(c) else "\ufffd" for c in text)
+
+
+class UserError(Exception):
+    """An error that the user can correct: a command prints the text instead of a traceback.
+
+    Texts quote file names and contents, so `str` replaces control characters.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 def first_line(error: BaseException) -> str:
@@ -82,16 +92,17 @@ def interrupt(number: int, frame: object = None) -> None:
 
 def exit_code(
     command: Callable[[], object],
-    errors: tuple[type[Exception], ...],
-    interrupted: Callable[[], str] = lambda: "interrupted",
+    errors: tuple[type[Exception], ...] = (),
+    interrupted: str = "interrupted",
 ) -> int:
     """Run a command and return its exit code, with a line on standard error for a failure.
 
     Args:
-        command: function to run. Errors of other classes are not caught.
-        errors: errors of the user, whose text is the line. The exit code is 1.
-        interrupted: returns the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is
-            the number of a signal. The exit code is 128 plus this number.
+        command: function to run. The line for a `UserError` or an OSError is its text, and the
+            exit code is 1. Errors of other classes are not caught.
+        errors: classes of further such errors.
+        interrupted: the line after Ctrl-C, or after a `KeyboardInterrupt` whose argument is the
+            number of a signal. The exit code is 128 plus this number.
     """
     try:
         try:
@@ -105,10 +116,10 @@ def exit_code(
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
-    except errors as error:
+    except (UserError, OSError, *errors) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as error:
-        print(interrupted(), file=sys.stderr)
+        print(interrupted, file=sys.stderr)
         return 128 + (error.args[0] if error.args else signal.SIGINT)
     return 0

@@ -1,5 +1,7 @@
 """Measuring: `python -m gptjax.bench`, whose commands --help lists."""
 
+from gptjax.terminal import UserError
 
-class BenchError(ValueError):
+
+class BenchError(UserError, ValueError):
     """The measurement cannot run here, or a result cannot be read; the message says why."""

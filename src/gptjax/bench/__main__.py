@@ -11,13 +11,11 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import tyro
 
-from gptjax.bench import BenchError
 from gptjax.bench.compare import Compare
 from gptjax.bench.kernels import Kernels
 from gptjax.bench.ladder import Ladder
 from gptjax.bench.profile import Profile
 from gptjax.bench.step import Step
-from gptjax.config import ConfigError
 from gptjax.terminal import exit_code, interrupt
 
 
@@ -31,10 +29,7 @@ def main(
     Args:
         commands: dataclasses with a method `run`.
     """
-    return exit_code(
-        lambda: tyro.cli(commands, prog=prog, description=__doc__, args=args).run(),
-        (BenchError, ConfigError, OSError),
-    )
+    return exit_code(lambda: tyro.cli(commands, prog=prog, description=__doc__, args=args).run())
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from gptjax.data.dataset import check_dataset
 from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
-from gptjax.data.shards import DataError
 from gptjax.data.tokenizers import model_options, train_bpe
 from gptjax.terminal import exit_code, hint, interrupt, printable
 from gptjax.user_folders import data_folder
@@ -204,8 +203,7 @@ def main(args: list[str] | None = None) -> int:
         )
         command.run()
 
-    said = "interrupted; no partial dataset is left"
-    return exit_code(prepare, (DataError, OSError), lambda: said)
+    return exit_code(prepare, interrupted="interrupted; no partial dataset is left")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ class Dataset:
 
         before, now = facts(saved or {}), facts(self.fingerprint())
         lines = [
-            printable(f"{name}: expected {before.get(name)}, found {now.get(name)}")
+            f"{name}: expected {before.get(name)}, found {now.get(name)}"
             for name in sorted(before | now)
             if before.get(name) != now.get(name)
         ]

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gptjax.files import open_regular, write_atomically
-from gptjax.terminal import printable
+from gptjax.terminal import UserError
 
 HEADER_BYTES = 1024  # 256 int32
 MAX_TOKENS = 2**31 - 1  # the count is an int32
@@ -39,16 +39,12 @@ _SAMPLE_WHOLE = 1 << 25
 _SAMPLE_BLOCKS, _SAMPLE_BLOCK_BYTES = 32, 1 << 15
 
 
-class DataError(Exception):
-    """Data that is missing, damaged or unsuitable: an error that the user can correct.
+class DataError(UserError):
+    """Data that is missing, damaged or unsuitable.
 
     Base class of CorpusError, DatasetError, PrepareError, ShardError, TokenizerError and
-    TokenizerUnavailable. Messages quote file names and contents, so `str` replaces control
-    characters.
+    TokenizerUnavailable.
     """
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
 
 
 class ShardError(DataError, ValueError):

@@ -20,13 +20,14 @@ from gptjax.config import Config
 from gptjax.data import Dataset
 from gptjax.files import synchronize
 from gptjax.provenance import versions
+from gptjax.terminal import UserError
 from gptjax.timeline import Timeline
 from gptjax.weights import checkpoint_files as files
 from gptjax.weights.checkpoint_files import METADATA, STATE, few, system_error
 from gptjax.weights.errors import CheckpointError
 
 
-class NotFiniteError(RuntimeError):
+class NotFiniteError(UserError, RuntimeError):
     """NaN or infinity in the parameters, the optimizer state or the loss. Nothing was saved."""
 
 

@@ -9,27 +9,18 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from gptjax import devices, processes
+from gptjax import processes
 from gptjax.config import ConfigError
 from gptjax.data import DataError
-from gptjax.terminal import printable
+from gptjax.terminal import UserError, printable
 from gptjax.training.checkpoint import Checkpoints, NotFiniteError
-from gptjax.training.lock import LockedError
 from gptjax.training.memory import is_full
 from gptjax.training.progress import Progress
-from gptjax.training.run_log import LogError
-from gptjax.weights.errors import CheckpointError, WeightsError
+from gptjax.weights.errors import CheckpointError
 
 
-class StoppedError(RuntimeError):
+class StoppedError(UserError, RuntimeError):
     """Error that ended training and that the user can correct."""
-
-
-# Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
-USER_ERRORS = (
-    *(ConfigError, DataError, LockedError, LogError, NotFiniteError, OSError, StoppedError),
-    *(WeightsError, devices.DeviceError, processes.ProcessError),
-)
 
 
 @contextlib.contextmanager
@@ -73,13 +64,16 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
 
 
 def run(command: Callable[[], int]) -> int:
-    """Run `train.py` and return the exit code; an error ends all processes of the run."""
+    """Run `train.py` and return the exit code; an error ends all processes of the run.
+
+    Errors that the user can correct are printed as one sentence. Other exceptions are bugs.
+    """
     try:
         code = command()
         sys.stdout.flush()
         processes.finish()
         return code
-    except USER_ERRORS as error:
+    except (UserError, OSError) as error:
         pipe = BrokenPipeError in (type(error), type(error.__cause__))
         code, text = 128 + signal.SIGPIPE if pipe else 1, f"error: {printable(str(error))}"
     except Exception:

@@ -11,11 +11,12 @@ from pathlib import Path
 import jax
 
 from gptjax import processes
+from gptjax.terminal import UserError
 
 FILE = "run.lock"
 
 
-class LockedError(RuntimeError):
+class LockedError(UserError, RuntimeError):
     """Another process holds the lock of the run's folder."""
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from gptjax.files import read_regular, write_atomically
+from gptjax.terminal import UserError
 from gptjax.training.imports import without_torch
 
 Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
@@ -24,7 +25,7 @@ Kind = Literal["train", "val", "eval", "sample", "clipping", "event"]
 _FLUSH_SECONDS = 30
 
 
-class LogError(ValueError):
+class LogError(UserError, ValueError):
     """A log.jsonl that cannot be read, or a log that cannot be written."""
 
 

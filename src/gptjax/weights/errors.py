@@ -1,17 +1,13 @@
 """The error classes of the weights package."""
 
-from gptjax.terminal import printable
+from gptjax.terminal import UserError
 
 
-class WeightsError(ValueError):
+class WeightsError(UserError, ValueError):
     """A path, file or tree of arrays that cannot be loaded or saved.
 
-    The message says what was expected, what was found and what to do. Messages quote names and
-    values in files, so `str` replaces control characters.
+    The message says what was expected, what was found and what to do.
     """
-
-    def __str__(self) -> str:
-        return printable(super().__str__())
 
 
 class CheckpointError(WeightsError):
