@@ -21,17 +21,17 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
 
 import functools
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from gptjax import cli, devices, processes
 from gptjax.config import Config
 from gptjax.parallel import put
-from gptjax.terminal import hint, printable
+from gptjax.terminal import hint, print_line
 from gptjax.training import errors, init_from, memory, resume
 from gptjax.training.checkpoint import Checkpoints, metadata, silence_orbax
 from gptjax.training.compilation import Compiler, StagedStep
@@ -42,21 +42,21 @@ from gptjax.training.lock import locked
 from gptjax.training.progress import Progress
 from gptjax.training.run_log import NoLog, RunLog, check_wandb
 from gptjax.training.signals import StopRequest
-from gptjax.training.status_line import PipeConsole, StartUpTime
+from gptjax.training.status_line import StartUpTime
 from gptjax.training.step import init_state
 from gptjax.user_folders import cache_folder
 from gptjax.weights import checkpoint_files
 
 
-def train(config: Config, console: Console) -> int:
-    """Train with a config; return the exit code."""
+def train(config: Config, show: Callable[[str], object] = print_line) -> int:
+    """Train with a config, and show each line of progress; return the exit code."""
     with ExitStack() as stack:  # lock, log, threads, signal handlers
-        return _train(config, console, stack)
+        return _train(config, show, stack)
 
 
-def _train(config: Config, console: Console, stack: ExitStack) -> int:
+def _train(config: Config, show: Callable[[str], object], stack: ExitStack) -> int:
     def say(name: str, text: object) -> None:
-        console.print(printable(f"{name:<11} {text}"), markup=False)
+        show(f"{name:<11} {text}")
 
     # --------------------------------------------------------------------------- config and devices
     start_up = StartUpTime(BEGAN)
@@ -68,7 +68,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     used, idle_gpu = devices.select(config.device)
     device = processes.local(used)[0]
     first = jax.process_index() == 0  # the process that prints and writes, except checkpoints
-    console.quiet |= not first
+    show = show if first else lambda text: None
     start = resume.find(config)
     config, source = init_from.resolve(config, start)
     kernels, parallel = config.kernels(), config.parallel_on(used)
@@ -131,7 +131,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
     if first:
         inputs.dataset.copy_tokenizer(config.run_dir)
     stop = stack.enter_context(StopRequest(parallel.mesh))
-    progress = Progress(config, log, console, step=step, devices=used, stop=stop)
+    progress = Progress(config, log, show, step=step, devices=used, stop=stop)
     progress.started(kernels, start.changes(config), source)
     start_up.mark("loader and log")
 
@@ -204,7 +204,7 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
         say("memory", f"peak {peak / memory.GIB:.2f} GiB")
     if stop.number and step < config.max_steps:
         name = signal.Signals(stop.number).name
-        console.print(f"stopped by {name} at step {step}; the same command resumes the run")
+        show(f"stopped by {name} at step {step}; the same command resumes the run")
         return 128 + stop.number
     if progress.val_loss is not None:
         say("done", f"{step} steps, validation loss {progress.val_loss:.4f}")
@@ -216,5 +216,4 @@ def _train(config: Config, console: Console, stack: ExitStack) -> int:
 
 if __name__ == "__main__":
     silence_orbax()
-    console = PipeConsole(highlight=False, soft_wrap=True)
-    sys.exit(errors.run(lambda: train(cli.from_command_line(), console)))
+    sys.exit(errors.run(lambda: train(cli.from_command_line())))

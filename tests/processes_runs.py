@@ -6,7 +6,6 @@ Command line: scenario, config file, process index, process count, coordinator.
 import dataclasses
 import errno
 import importlib.util
-import io
 import json
 import os
 import runpy
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from gptjax import parallel, processes, provenance
 from gptjax.config import Config, ConfigError
@@ -39,7 +37,7 @@ STOPPED_AT, FAILED_AT, KILLED_AT = 1, 5, 8
 def run(config: Config) -> str:
     """Train; return the exit code or the error."""
     try:
-        return str(train.train(config, Console(file=io.StringIO())))
+        return str(train.train(config, lambda line: None))
     except (ConfigError, processes.ProcessError) as error:
         return f"{type(error).__name__}: {error}"
 

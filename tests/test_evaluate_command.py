@@ -77,7 +77,7 @@ def test_all_tasks(command, folder, both, tmp_path):
     assert [*rows] == ["hellaswag", "core/choices", "core/winograd", "core/lambada", "core"]
     assert rows == expected
     assert f"{rows['hellaswag']['acc']:.4f}" in shown and "core/winograd" in shown
-    assert "│ 9 items " in shown and " tokens" not in shown
+    assert "  9 items\n" in shown and " tokens" not in shown
 
 
 def test_texts(command, folder, both, tmp_path):
@@ -88,7 +88,7 @@ def test_texts(command, folder, both, tmp_path):
     assert len(ids) <= BLOCK
     nats = -float(torch_log_probs(both[1], ids, 1)[0].mean())
     assert f"text: {text}" in shown
-    assert f"│ {len(ids) - 1:,} tokens " in shown and "items" not in shown
+    assert f"  {len(ids) - 1:,} tokens\n" in shown and "items" not in shown
     loss, bits = json.loads(out.read_text())["rows"]
     assert loss["dataset"] == bits["dataset"] == str(text)
     assert loss["value"] == pytest.approx(nats, rel=1e-5) and loss["tokens"] == len(ids) - 1

@@ -85,7 +85,7 @@ def test_the_kernels_need_jax_only():
     """Without gptjax's other dependencies: each import of these fails."""
     code = (
         "import sys\n"
-        "for name in 'gptjax flax optax orbax grain tyro tiktoken rich jaxtyping safetensors "
+        "for name in 'gptjax flax optax orbax grain tyro tiktoken jaxtyping safetensors "
         "beartype'.split():\n"
         "    sys.modules[name] = None\n"
         "import jax, jax.numpy as jnp, typing, pallas_kernels, pallas_kernels.extend\n"

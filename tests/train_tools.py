@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import io
 import json
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from rich.console import Console
 from saved_run_tools import restored
 
 from gptjax import devices
@@ -94,9 +92,9 @@ def config(tmp_path, words, one_device, program_cache, optax_promotion):
 
 def run(config: Config) -> tuple[int, str]:
     """Exit code and what was shown."""
-    shown = io.StringIO()
-    code = train_py.train(config, Console(file=shown, width=200))
-    return code, shown.getvalue()
+    shown = []
+    code = train_py.train(config, lambda line: shown.append(f"{line}\n"))
+    return code, "".join(shown)
 
 
 @pytest.fixture

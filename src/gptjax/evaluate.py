@@ -12,8 +12,6 @@ from typing import Any
 
 import jax
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 from gptjax import data
 from gptjax.bench import results
@@ -21,7 +19,7 @@ from gptjax.config import EVAL_TASKS
 from gptjax.evaluation import EvaluationError, Scorer, from_dataset, from_file, score_text, tasks
 from gptjax.files import output, write_atomically
 from gptjax.model_options import ModelOptions
-from gptjax.terminal import exit_code, hint, printable
+from gptjax.terminal import exit_code, hint, print_line
 from gptjax.training import memory
 from gptjax.user_folders import data_folder
 from gptjax.weights import sources
@@ -81,7 +79,7 @@ class Evaluate(ModelOptions):
             raise EvaluationError(f"--out {self.out} must be a file in a folder that exists")
 
 
-def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
+def run(options: Evaluate, command: str) -> dict[str, Any]:
     """Score the model; print a table and return the result.
 
     Raises:
@@ -90,7 +88,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     options.check()
     if options.harness:
         from gptjax.evaluation.harness import LM, evaluate_tasks
-    used = options.select_devices(lambda note: console.print(note, markup=False))
+    used = options.select_devices(print_line)
     inputs = {
         task: tasks.read(task, options.data_dir, options.file)
         for task in options.task
@@ -99,18 +97,18 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     model, tokenizer = options.load()
     scorer = Scorer.of(model, used, options.batch_tokens)
     about = f"{len(used)} × {used[0].device_kind}, {model.config.precision.name}"
-    console.print(printable(f"{options.path}: {about}"), markup=False)
+    print_line(f"{options.path}: {about}")
     rows: list[dict[str, Any]] = []
 
     def timed(name: str, scorer: Scorer, score: Callable[[], dict[str, dict[str, Any]]]) -> None:
         """Add a row for each result; the last row has the seconds of all."""
-        began, scorer.progress = time.perf_counter(), _progress(console, name)
+        began, scorer.progress = time.perf_counter(), _progress(name)
         rows.extend({"task": task} | values for task, values in score().items())
         rows[-1]["seconds"] = round(time.perf_counter() - began, 3)
 
     try:
         if {*options.task} & {*TEXT_TASKS}:  # one pass for both metrics
-            timed("windows", scorer, lambda: _score_text(options, scorer, tokenizer, console))
+            timed("windows", scorer, lambda: _score_text(options, scorer, tokenizer))
         for task, items in inputs.items():
             score = functools.partial(tasks.score, task, items, scorer, tokenizer, options.limit)
             timed(task, scorer, score)
@@ -127,7 +125,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
             f"the device has no memory for batches of {scorer.batch_tokens:,} tokens: set a "
             "smaller --batch-tokens, or --device cpu"
         ) from error
-    console.print(_table(rows))
+    results.print_table("", ("metric", "value", "scored"), _table(rows))
     return results.new(
         command,
         rows,
@@ -139,9 +137,7 @@ def run(options: Evaluate, console: Console, command: str) -> dict[str, Any]:
     )
 
 
-def _score_text(
-    options: Evaluate, scorer: Scorer, tokenizer: Any, console: Console
-) -> dict[str, dict[str, Any]]:
+def _score_text(options: Evaluate, scorer: Scorer, tokenizer: Any) -> dict[str, dict[str, Any]]:
     """Print the path of the text; return loss and bits-per-byte, if they are asked for.
 
     The text is --file, or the validation shards of --dataset, by default the run's.
@@ -154,14 +150,14 @@ def _score_text(
         name = own if options.dataset == "auto" else options.dataset
         dataset = data.find_dataset(name, options.data_dir, tokenizer.name)
         path, stream = dataset.path, from_dataset(dataset, tokenizer)
-    console.print(printable(f"text: {path}"), markup=False)
+    print_line(f"text: {path}")
     found = score_text(scorer, stream, stride=options.stride, max_tokens=options.limit)
     values = {"loss": found.loss, "bits-per-byte": found.bits_per_byte}
     about = {"dataset": str(path), "tokens": found.tokens, "bytes": found.bytes}
     return {name: {"value": values[name]} | about for name in TEXT_TASKS if name in options.task}
 
 
-def _progress(console: Console, name: str) -> Callable[[int, int], None]:
+def _progress(name: str) -> Callable[[int, int], None]:
     """Return a function that prints the number of scored items, at most every ten seconds."""
     printed = time.monotonic()
 
@@ -169,14 +165,13 @@ def _progress(console: Console, name: str) -> Callable[[int, int], None]:
         nonlocal printed
         if time.monotonic() - printed >= LINE_SECONDS:
             printed = time.monotonic()
-            console.print(printable(f"{name}: {done:,} of {total:,}"), markup=False)
-            console.file.flush()
+            print_line(f"{name}: {done:,} of {total:,}")
 
     return progress
 
 
-def _table(rows: list[dict[str, Any]]) -> Table:
-    table = Table("task", "metric", "value", "scored")
+def _table(rows: list[dict[str, Any]]) -> list[results.Row]:
+    table = []
     for row in rows:
         for name, value in row.items():
             if isinstance(value, float) and name != "seconds" and "stderr" not in name:
@@ -187,7 +182,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
                 items = row.get("items", row.get("sample_len", ""))
                 scored = f"{row['tokens']:,} tokens" if "tokens" in row else f"{items:,} items"
                 name = row["task"] if name == "value" else name
-                table.add_row(row["task"], name, f"{value:.4f}{plus}", scored)
+                table.append(results.Row(row["task"], (name, f"{value:.4f}{plus}", scored)))
     return table
 
 
@@ -204,12 +199,11 @@ def main(args: list[str] | None = None) -> int:
             "an error names their address and the place for them.",
             args=args,
         )
-        console = Console(highlight=False, soft_wrap=True)
         line = shlex.join(["python", "-m", "gptjax.evaluate", *arguments])
-        result = run(options, console, line)
+        result = run(options, line)
         if options.out is not None:
             write_atomically(options.out, f"{results.compact_json(result)}\n".encode())
-            console.print(printable(f"wrote {options.out}"), markup=False)
+            print_line(f"wrote {options.out}")
         hint(f"gptjax export {shlex.quote(str(options.path))} --to hf --out FOLDER", piped=False)
 
     return exit_code(command)

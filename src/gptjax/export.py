@@ -13,7 +13,7 @@ import tyro
 from gptjax.data.tokenizers import AnyTokenizer
 from gptjax.models.base import Model
 from gptjax.models.gpt2 import GPT2
-from gptjax.terminal import exit_code, hint, interrupt, printable
+from gptjax.terminal import exit_code, hint, interrupt, print_line
 from gptjax.training.checkpoint import silence_orbax
 from gptjax.weights import WeightsError, load, save_hf, save_llmc, sources
 from gptjax.weights.bpe_files import save_tokenizer
@@ -109,7 +109,7 @@ def main(
         source = sources.find(path, step=step)
         model, found = load(source.path, tokenizer=tokenizer)
         note = export(model, out, to, tokenizer=found, dtype=dtype)
-        print(printable(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}"))
+        print_line(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}")
         program = "llama-cli -m" if to == "gguf" else "gptjax sample"
         hint(f"{program} {shlex.quote(str(out))}")
 

@@ -22,6 +22,11 @@ def printable(text: str) -> str:
     return "".join(c if _is_shown(c) else "\ufffd" for c in text)
 
 
+def print_line(text: str) -> None:
+    """Print a line of progress at once, with `printable` text."""
+    print(printable(text), flush=True)
+
+
 class UserError(Exception):
     """An error that the user can correct: a command prints the text instead of a traceback.
 

@@ -9,7 +9,7 @@ import tyro
 from gptjax.bench import BenchError, results
 from gptjax.bench.configs import OWN_DEFAULT
 from gptjax.bench.results import Row, label, print_table
-from gptjax.terminal import printable
+from gptjax.terminal import print_line
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def show(pairs: list[dict], before: dict, after: dict) -> None:
     for what in ("command", "commit", "date", "device", *before["versions"] | after["versions"]):
         one, other = (result.get(what, result["versions"].get(what)) for result in (before, after))
         if one != other:
-            print(printable(f"{what}: {one or 'absent'} → {other or 'absent'}"))
+            print_line(f"{what}: {one or 'absent'} → {other or 'absent'}")
     table = [
         Row(pair["name"], (pair["before"], pair["after"], f"{pair['ratio']:.3f} ×"))
         if "ratio" in pair

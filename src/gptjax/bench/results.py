@@ -27,7 +27,7 @@ from gptjax.bench import BenchError
 from gptjax.doctor import machine
 from gptjax.files import output, write_atomically
 from gptjax.provenance import commit, versions
-from gptjax.terminal import hint, printable
+from gptjax.terminal import hint, print_line
 
 # Fields of a label. Rows with one label are the same measurement.
 KEYS = (
@@ -185,4 +185,4 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Row]) -> None
         pairs = zip(row.figures, sizes, strict=True) if row.figures else ()
         cells = [f"{row.label:<{width if row.figures else 0}}", *(f"{t:>{n}}" for t, n in pairs)]
         lines.append("  ".join([*cells, row.note]).rstrip())
-    print(printable("\n".join(lines)))
+    print_line("\n".join(lines))

@@ -16,7 +16,7 @@ from gptjax.data.fineweb import prepare_fineweb
 from gptjax.data.manifest import DatasetError, read_manifest
 from gptjax.data.prepare import Options, prepare_corpus
 from gptjax.data.tokenizers import model_options, train_bpe
-from gptjax.terminal import exit_code, hint, interrupt, printable
+from gptjax.terminal import exit_code, hint, interrupt, print_line
 from gptjax.user_folders import data_folder
 
 type _Paths = tyro.conf.Positional[Annotated[tuple[str, ...], tyro.conf.arg(metavar="PATH...")]]
@@ -139,7 +139,7 @@ class TrainTokenizer:
     def run(self) -> None:
         corpus = corpora.of_files(self.paths, self.field)
         tokenizer = train_bpe(corpus.documents(), self.vocab_size, self.out)
-        print(printable(f"{self.out}: {tokenizer.vocab_size:,} ids, name {tokenizer.name}"))
+        print_line(f"{self.out}: {tokenizer.vocab_size:,} ids, name {tokenizer.name}")
         kind = corpus.source.partition(":")[0]
         hint(shlex.join(["gptjax", "data", kind, *self.paths, "--tokenizer", str(self.out)]))
 
@@ -173,7 +173,7 @@ class Check:
             raise DatasetError(
                 f"{self.folder}: {len(problems)} damaged files:\n  " + "\n  ".join(problems)
             )
-        print(f"{printable(str(self.folder))}: all files are intact")
+        print_line(f"{self.folder}: all files are intact")
 
 
 type _Command = (

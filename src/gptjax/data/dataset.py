@@ -25,7 +25,7 @@ from gptjax.data.tokenizers import (
     model_options,
     name_in,
 )
-from gptjax.terminal import printable
+from gptjax.terminal import print_line, printable
 
 _FINEWEB = "fineweb10B"
 _CHECK_THREADS = 8  # a sample is 32 reads, which wait for the disk or the network
@@ -211,7 +211,9 @@ def _check_ids(path: Path, vocab_size: int) -> None:
         shard.check_ids(begin, tokens, vocab_size)
 
 
-def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = print) -> list[str]:
+def check_dataset(
+    folder: str | os.PathLike, *, log: Callable[[str], object] = print_line
+) -> list[str]:
     """Read every shard and loss mask completely and compare its digest with dataset.json.
 
     Args:
@@ -237,7 +239,7 @@ def check_dataset(folder: str | os.PathLike, *, log: Callable[[str], object] = p
         except ShardError as error:
             problems.append(str(error))
             said = "DAMAGED"
-        log(printable(f"{number}/{len(dataset.files)} {path.name}: {said}"))
+        log(f"{number}/{len(dataset.files)} {path.name}: {said}")
     return problems
 
 

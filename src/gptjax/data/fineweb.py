@@ -14,6 +14,7 @@ from gptjax.data.manifest import Manifest, describe, read_manifest
 from gptjax.data.prepare import PrepareError, preparing
 from gptjax.data.shards import ShardError
 from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.terminal import print_line
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
 ALL_SHARDS = 103
@@ -24,7 +25,7 @@ def prepare_fineweb(
     *,
     shards: int = 10,
     name: str = "fineweb10B",
-    log: Callable[[str], object] = print,
+    log: Callable[[str], object] = print_line,
 ) -> Path:
     """Download the validation shard and the first `shards` training shards.
 

@@ -25,7 +25,7 @@ from gptjax.data.corpora import Corpus, Pair
 from gptjax.data.manifest import MANIFEST, Files, Manifest, describe, read_manifest
 from gptjax.data.shards import MAX_TOKENS, DataError, mask_path, write_shard
 from gptjax.data.tokenizers import AnyTokenizer, JsonTokenizer, choose_tokenizer
-from gptjax.terminal import printable
+from gptjax.terminal import print_line
 from gptjax.user_folders import data_folder
 
 TRAIN, VAL = 0, 1
@@ -80,7 +80,7 @@ def prepare_stdlib(
     name: str | None = None,
     val_fraction: float = 0.05,
     overwrite: bool = False,
-    log: Callable[[str], object] = print,
+    log: Callable[[str], object] = print_line,
 ) -> Path:
     """Prepare Python's standard library unless already prepared; return the dataset's folder."""
     options = Options(data_dir, name, tokenizer, val_fraction, overwrite=overwrite)
@@ -88,7 +88,7 @@ def prepare_stdlib(
 
 
 def prepare_corpus(
-    corpus_name: str, corpus: Corpus, options: Options, *, log: Callable[[str], object] = print
+    corpus_name: str, corpus: Corpus, options: Options, *, log: Callable[[str], object] = print_line
 ) -> Path:
     """Prepare a dataset from a corpus unless already prepared.
 
@@ -136,7 +136,7 @@ def prepare_corpus(
                     "another --name, or replace it with --overwrite"
                 )
             if not options.overwrite:
-                log(printable(f"{final} is already prepared; --overwrite makes it again"))
+                log(f"{final} is already prepared; --overwrite makes it again")
                 return final
         start = time.perf_counter()
         shutil.rmtree(partial, ignore_errors=True)  # of a killed process
@@ -155,7 +155,7 @@ def prepare_corpus(
     counts = [sum(info.get("tokens", 0) for info in files.values()) for files in (train, val)]
     said = "{:,} tokens for training, {:,} for validation".format(*counts)
     said = f"{final}: {corpus.source}, tokenizer {tokenizer.name}: {said}"
-    log(printable(f"{said} ({time.perf_counter() - start:.1f} s)"))
+    log(f"{said} ({time.perf_counter() - start:.1f} s)")
     return final
 
 

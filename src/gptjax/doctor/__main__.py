@@ -14,7 +14,7 @@ import tyro
 
 from gptjax.doctor import checks, machine
 from gptjax.doctor.checks import Result
-from gptjax.terminal import hint, printable
+from gptjax.terminal import hint, print_line
 
 
 def run(kernels: bool = True) -> Iterator[Result]:
@@ -51,7 +51,7 @@ def main(kernels: bool = True, json: bool = False) -> int:
         kernels: Run the kernels: about a minute on an H200, mostly compilation.
         json: Print one JSON document, for the report of a bug.
     """
-    show = (lambda text: None) if json else (lambda text: print(printable(text), flush=True))
+    show = (lambda text: None) if json else print_line
     for name, version in machine.versions().items():
         show(f"{name:<18} {version or '–'}")
     results = []

@@ -28,7 +28,6 @@ import numpy as np
 
 from gptjax.evaluation.choices import read_jsonl
 from gptjax.evaluation.scoring import EvaluationError, Row, Scorer, parsing, read_file
-from gptjax.terminal import printable
 
 BUNDLE_URL = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 SHUFFLE_SEED, FEW_SHOT_SEED = 1337, 1234
@@ -186,7 +185,7 @@ def _task(folder: Path, entry: dict[str, Any], baselines: dict[str, float]) -> C
     if kind not in KINDS:
         raise ValueError(f"expected icl_task_type to be one of {', '.join(KINDS)}, found {kind!r}")
     delimiter = entry.get("continuation_delimiter", " ")
-    task = CoreTask(printable(label), kind, (), shots, delimiter, baselines[label])
+    task = CoreTask(label, kind, (), shots, delimiter, baselines[label])
 
     def parse(item: dict[str, Any]) -> dict[str, Any]:
         task.right(item)  # an error for a missing field

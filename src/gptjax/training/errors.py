@@ -53,6 +53,8 @@ def of_training(progress: Progress, checkpoints: Checkpoints) -> Iterator[None]:
                 "out of device memory: the free memory is fragmented. Choose a smaller "
                 "--micro-batch, or set the environment variable TF_GPU_ALLOCATOR=cuda_malloc_async"
             )
+        elif isinstance(error, BrokenPipeError):
+            reason = "the terminal or pipe that reads the output is closed"
         elif isinstance(error, (OSError, DataError, ConfigError)):
             reason = getattr(error, "strerror", None) or error
         else:

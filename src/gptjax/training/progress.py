@@ -3,16 +3,15 @@
 import collections
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from gptjax import config as configuration
 from gptjax import provenance
 from gptjax.config import Config
-from gptjax.terminal import printable
 from gptjax.timeline import Timeline
 from gptjax.training.checkpoint import NotFiniteError
 from gptjax.training.flops import mfu
@@ -28,12 +27,13 @@ EVAL_METRICS = ("hellaswag_acc", "core")
 
 
 class Progress:
-    """Log, status line and console of a run.
+    """Log and status line of a run.
 
     `submit` only stores the metrics of a step. `read` runs after the next step is dispatched, so
     that the device never waits for the host.
 
     Args:
+        show: prints a line.
         step: first step of the run.
         devices: devices of the run.
         stop: stop request, shared by the processes through the metrics of each step.
@@ -47,7 +47,7 @@ class Progress:
         self,
         config: Config,
         log: RunLog,
-        console: Console,
+        show: Callable[[str], object],
         *,
         step: int,
         devices: list[jax.Device],
@@ -56,9 +56,9 @@ class Progress:
         self.val_loss: float | None = None
         self.val_step: int | None = None
         self._read_any, self._stop = False, stop
-        self._config, self._log, self._console, self._devices = config, log, console, devices
+        self._config, self._log, self._show, self._devices = config, log, show, devices
         self._timeline = Timeline(config)
-        self._status = StatusLine(config.max_steps, console, tokens=self._timeline.tokens)
+        self._status = StatusLine(config.max_steps, show, tokens=self._timeline.tokens)
         # The mean time of a step is that of the last intervals between two completed steps. The
         # first step, which compiles, has none.
         self._intervals_ms, self._ended = collections.deque(maxlen=20), None
@@ -81,8 +81,7 @@ class Progress:
             source: the model with the initial parameters, if any.
         """
         for name, (old, new) in changes.items():
-            text = f"changed     {name}: {old} until step {self.step}, now {new}"
-            self._console.print(printable(text), markup=False)
+            self._show(f"changed     {name}: {old} until step {self.step}, now {new}")
         self.write(
             "event",
             self.step,
@@ -146,7 +145,7 @@ class Progress:
         if not finite and not (values["skipped"] and self._not_finite < MOST_NOT_FINITE):
             raise NotFiniteError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}")
         if values["skipped"]:
-            self._console.print(
+            self._show(
                 f"step {self.step}: update skipped; loss {loss:.4f} (z-score "
                 f"{values['loss_z']:.1f}), gradient norm {grad_norm:.4f} (z-score "
                 f"{values['grad_norm_z']:.1f})"
@@ -160,7 +159,7 @@ class Progress:
         """
         self.val_loss, self.val_step = loss, step
         self.write("val", step, loss=loss)
-        self._console.print(f"step {step}: validation loss {loss:.4f}")
+        self._show(f"step {step}: validation loss {loss:.4f}")
         self._status.val = f"{loss:.4f}"
         self.check_loss(step, loss)
 
@@ -174,7 +173,7 @@ class Progress:
         """Log and show the metrics of the evaluation tasks."""
         self.write("eval", step, **results)
         text = ", ".join(f"{name} {value:.4f}" for name, value in results.items())
-        self._console.print(f"step {step}: {text}")
+        self._show(f"step {step}: {text}")
         shown = {n.removesuffix("_acc"): x for n, x in results.items() if n in EVAL_METRICS}
         self._status.notes["eval"] = " · ".join(f"{task} {x:.4f}" for task, x in shown.items())
 
@@ -183,8 +182,7 @@ class Progress:
         if text is None:
             return
         self.write("sample", step, text=text)
-        # Control characters would change the terminal.
-        self._console.print(f"step {step}: sample ⟨{printable(text)}⟩", markup=False)
+        self._show(f"step {step}: sample ⟨{text}⟩")
 
     def fp8_clipping(self, step: int, shares: dict[str, float]) -> None:
         """Log the shares of clipped numbers and of zeros of each FP8 operand, and show the greatest

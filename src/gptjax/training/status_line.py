@@ -1,22 +1,10 @@
-"""Console, status line and start-up time of a run."""
+"""Status line and start-up time of a run."""
 
-import errno
 import time
 from collections.abc import Callable
 
-from rich.console import Console
-
 # Steps between status lines; log.jsonl has every step.
 LOG_EVERY = 10
-
-
-class PipeConsole(Console):
-    """Console that raises BrokenPipeError instead of ending the process without a save."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise BrokenPipeError; print nothing afterwards."""
-        self.quiet = True
-        raise BrokenPipeError(errno.EPIPE, "the terminal or pipe that reads the output is closed")
 
 
 class StartUpTime:
@@ -49,7 +37,7 @@ class StatusLine:
 
     Args:
         total_steps: last step of training.
-        console: output.
+        show: prints a line.
         tokens: function that returns the tokens in a number of steps, for the remaining time.
 
     Attributes:
@@ -57,8 +45,10 @@ class StatusLine:
         notes: further texts by name, at the end of the line.
     """
 
-    def __init__(self, total_steps: int, console: Console, tokens: Callable[[int], int]):
-        self._total_steps, self._console, self._tokens = total_steps, console, tokens
+    def __init__(
+        self, total_steps: int, show: Callable[[str], object], tokens: Callable[[int], int]
+    ):
+        self._total_steps, self._show, self._tokens = total_steps, show, tokens
         self._first: tuple[int, float] | None = None
         self.val, self.notes = "–", {}
 
@@ -82,7 +72,7 @@ class StatusLine:
             f"ETA {self._eta(step, now)} · MFU {shown('mfu', '.1%')} · lr {shown('lr', '.2e')}",
             *filter(None, self.notes.values()),
         ]
-        self._console.print(" · ".join(parts), soft_wrap=True, markup=False, highlight=False)
+        self._show(" · ".join(parts))
 
     def _eta(self, step: int, now: float) -> str:
         """Return the remaining time at the mean speed in tokens since the first update.
