@@ -78,10 +78,11 @@ class MixtureBlock(Block):
         c, (b, t, _) = self.config, x_BTC.shape
         qkv_BT3HD = self.qkv(x_BTC).reshape(b, t, 3, c.n_head, c.head_dim)
         q_BTHD, k_BTHD, v_BTHD = jnp.unstack(qkv_BT3HD, axis=2)
-        how = {"window": c.window, "sinks_H": self.sinks[...], "precision": c.precision.matmul}
+        how = {"window": c.window, "sinks_H": self.sinks[...]}
         if recording(self):  # the kernels do not store the pattern
             record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
         attend = flash_attention if cache is None else cache.attend
+        how["precision"] = c.precision.matmul
         return self.out(attend(q_BTHD, k_BTHD, v_BTHD, **how).reshape(x_BTC.shape))
 
     @jax.named_scope("mlp")

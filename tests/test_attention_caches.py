@@ -64,5 +64,5 @@ def test_the_cache_equals_the_pass_without_a_cache(options):
 
 def test_the_pattern_is_the_definition(options):
     q, k, _ = qkv()
-    found = attention_pattern(q, k, precision="highest", **options)
+    found = attention_pattern(q, k, **options)
     np.testing.assert_allclose(found, pattern(q, k, **options), rtol=0, atol=1e-6)

@@ -98,7 +98,7 @@ class Attention(nnx.Module):
             q_BTHD, k_BTHD, v_BTHD = jnp.unstack(qkv_BT3HD, axis=2)
         if plain:
             if recording(self):
-                record(self, "pattern", attention_pattern(q_BTHD, k_BTHD, **how))
+                record(self, "pattern", attention_pattern(q_BTHD, k_BTHD))
             y_BTHD = projected_attention(
                 x_BTC,
                 self.c_attn.kernel[...],

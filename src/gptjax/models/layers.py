@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int, Integer, PyTree
 
 from gptjax.precision import Precision
 from pallas_kernels import cached_attention, flash_attention, linear
+from pallas_kernels.attention import reference
 from pallas_kernels.classifier import to_int32
 from pallas_kernels.gemm import Numerics
 
@@ -155,31 +156,17 @@ def next_targets(targets_BT: Int[Array, "B T"], k: int, end: int) -> Int[Array, 
 
 
 def attention_pattern(
-    q_BTHD: Float[Array, "B T H D"],
-    k_BTKD: Float[Array, "B T K D"],
-    *,
-    window: int | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks_H: Float[Array, " H"] | None = None,
-    precision: jax.lax.PrecisionLike = None,
+    q_BTHD: Float[Array, "B T H D"], k_BTKD: Float[Array, "B T K D"], **options: Any
 ) -> Float[Array, "B H T T"]:
-    """Return P of causal `flash_attention` in fp32, which no kernel stores."""
-    b, t, h, d = q_BTHD.shape
-    k_BTHD = jnp.repeat(k_BTKD, h // k_BTKD.shape[2], axis=2)
-    sums = {"precision": precision, "preferred_element_type": jnp.float32}
-    scores_BHTS = jnp.einsum("bthd,bshd->bhts", q_BTHD, k_BTHD, **sums)
-    scores_BHTS *= d**-0.5 if scale is None else scale
-    if softcap is not None:
-        scores_BHTS = softcap * jnp.tanh(scores_BHTS / softcap)
-    age_TS = jnp.arange(t)[:, None] - jnp.arange(t)[None]
-    seen_TS = (age_TS >= 0) & (age_TS < (t if window is None else window))
-    scores_BHTS = jnp.where(seen_TS[None, None], scores_BHTS, -jnp.inf)
-    if sinks_H is not None:
-        sinks_1H11 = sinks_H.astype(jnp.float32).reshape(1, h, 1, 1)
-        sinks_BHT1 = jnp.broadcast_to(sinks_1H11, (b, h, t, 1))
-        scores_BHTS = jnp.concatenate([scores_BHTS, sinks_BHT1], axis=-1)
-    return jax.nn.softmax(scores_BHTS, axis=-1)[..., :t]
+    """Return P of causal `flash_attention` in fp32, which no kernel stores: the attention of unit
+    vectors as values.
+
+    Args:
+        options: window, scale, softcap and sinks_H of `flash_attention`.
+    """
+    b, t, k, _ = k_BTKD.shape
+    unit_BTKT = jnp.broadcast_to(jnp.eye(t)[:, None], (b, t, k, t))
+    return reference(q_BTHD, k_BTKD, unit_BTKT, **options).swapaxes(1, 2)
 
 
 @jax.tree_util.register_dataclass

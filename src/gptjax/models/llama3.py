@@ -171,7 +171,7 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         if recording(self) and cache is None and segment_ids_BT is None:
-            record(self, "pattern", attention_pattern(q_BTHD, k_BTKD, precision=precision))
+            record(self, "pattern", attention_pattern(q_BTHD, k_BTKD))
         if cache is None:
             y_BTHD = flash_attention(
                 q_BTHD,
