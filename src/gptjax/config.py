@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from gptjax import stages as staging
-from gptjax.fields import NonNegativeInt, PositiveInt, Seed, check_fields, flag, tuples
+from gptjax.fields import NonNegativeInt, PositiveInt, Seed, check_fields, fields_from_json, flag
 from gptjax.models.base import ModelConfig, why_no_segments
 from gptjax.models.gpt2 import PRESETS
 from gptjax.optim import ALGORITHMS, OptimizerConfig, Scheduled
@@ -366,20 +365,8 @@ def model_from_json(
         ConfigError: a field that the class does not have, or a wrong value.
     """
     fields = {name[6:]: value for name, value in flat.items() if name.startswith("model.")}
-    types = typing.get_type_hints(kind)
-    for name, value in fields.items():
-        fields[name] = tuples(value)
-        make = types.get(name)
-        if isinstance(value, list) and make is not None and hasattr(make, "_fields"):
-            fields[name] = make(*fields[name])  # a named tuple
-    known = {field.name for field in dataclasses.fields(kind)}
-    if unknown := sorted(fields.keys() - known):
-        raise ConfigError(
-            f"{kind.__name__} has no fields {unknown}: another version of its file saved the config"
-        )
     try:
-        fields["precision"] = Precision(fields.get("precision", "fp32"))
-        return kind(**fields | changes)
+        return kind(**fields_from_json(kind, fields) | changes)
     except (TypeError, ValueError) as error:
         raise ConfigError(str(error)) from error
 

@@ -7,6 +7,7 @@ between 1 − 2⁻²⁴ and 1 to 1. Steps are counted in int32.
 import dataclasses
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -61,9 +62,32 @@ def flag(field: str) -> str:
     return "--" + field.replace("_", "-")
 
 
-def tuples(value: Any) -> Any:
-    """Return a JSON value with tuples in place of lists."""
-    return tuple(map(tuples, value)) if isinstance(value, list) else value
+def fields_from_json(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of the fields of a dataclass, from JSON: tuples in place of lists, and a named
+    tuple or a dataclass of one text, such as `Precision`, where the field has this type.
+
+    Raises:
+        ValueError: a field that the class does not have, or a text that its type refuses.
+    """
+    hints, known = typing.get_type_hints(kind), {field.name for field in dataclasses.fields(kind)}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(
+            f"{kind.__name__} has no fields {', '.join(map(repr, unknown))}; if a checkpoint names "
+            "them, another version of its file saved the config"
+        )
+
+    def made(value: Any, hint: Any) -> Any:
+        if isinstance(value, list) and hasattr(hint, "_fields"):
+            return hint(*_tuples(value))
+        if isinstance(value, str) and dataclasses.is_dataclass(hint):
+            return hint(value)
+        return _tuples(value)
+
+    return {name: made(value, hints[name]) for name, value in values.items()}
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def check_fields(options: Any, prefix: str = "") -> None:

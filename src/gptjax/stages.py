@@ -11,10 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 import optax
 
-from gptjax.fields import PositiveFloat, PositiveInt, tuples
+from gptjax.fields import PositiveFloat, PositiveInt, fields_from_json
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.optim import OptimizerConfig
-from gptjax.precision import Precision
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +43,7 @@ def with_changes(model: ModelConfig, changes: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: an unknown field, or a change of the shapes or dtypes of the parameters.
     """
-    known = {field.name for field in dataclasses.fields(model)}
-    if unknown := sorted(changes.keys() - known):
-        raise ValueError(f"{type(model).__name__} has no fields {', '.join(map(repr, unknown))}")
-    if isinstance(name := changes.get("precision"), str):  # as in JSON
-        changes = {**changes, "precision": Precision(name)}
-    changes = {name: tuples(value) for name, value in changes.items()}
-    result = dataclasses.replace(model, **changes)
+    result = dataclasses.replace(model, **fields_from_json(type(model), changes))
     if changes and abstract_params(result) != abstract_params(model):
         raise ValueError(
             f"expected changes of the model that keep the shapes and dtypes of its parameters, got "

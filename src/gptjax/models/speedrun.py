@@ -179,9 +179,8 @@ class SpeedrunConfig(TransformerConfig):
         return tuple(i for i in range(self.n_layer) if i != self.skip[1])
 
     def __post_init__(self):
-        # JSON has no named tuples.
-        object.__setattr__(self, "stage", stage := Stage(*self.stage))
         super().__post_init__()
+        stage = self.stage
         windows = (*stage[:2], *stage.rotary_windows, stage.evaluation_window)
         special = {*self.paired_layers, *self.long_layers, *self.value_layers}
         order = [-1, *self.skip, self.lanes_from, self.n_layer]
