@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -86,43 +86,56 @@ class Tokenizer(Protocol):
         ...
 
 
-class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, and id 256 for the end of a text. This tokenizer needs no files."""
+class TableTokenizer(Tokenizer):
+    """A tokenizer that decodes each id by itself, with a table.
 
-    name = "byte"
-    vocab_size = 257
-    eot = 256
+    Attributes:
+        special: special tokens and their ids.
+        token_bytes: bytes of each id; of a special token, its text.
+    """
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(_valid(text).encode(), np.uint8).astype(np.uint16)
+    special: dict[str, int]
+    token_bytes: list[bytes]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Return `encode` of each text."""
         return [self.encode(text) for text in texts]
 
-    def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each id except EOT, in the order of the ids."""
-        return [bytes([id]) for id in range(self.eot)]
-
     def byte_lengths(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
-        return np.array([1] * 256 + [0], np.int32)
+        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for special
+        tokens."""
+        lengths = np.array([*map(len, self.token_bytes)], np.int32)
+        lengths[[*self.special.values(), self.eot]] = 0
+        return lengths
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        eot = EOT_TEXT.encode()
-        content = b"".join(eot if i == self.eot else bytes([i]) for i in _checked(ids, self))
+        content = b"".join(self.token_bytes[i] for i in _checked(ids, self))
         return content.decode(errors="replace")
 
 
-class GPT2Tokenizer(Tokenizer):
+class ByteTokenizer(TableTokenizer):
+    """UTF-8 bytes, and id 256 for the end of a text. This tokenizer needs no files."""
+
+    name, vocab_size, eot = "byte", 257, 256
+    special: ClassVar = {EOT_TEXT: eot}
+    token_bytes: ClassVar = [*(bytes([byte]) for byte in range(BYTES)), EOT_TEXT.encode()]
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(_valid(text).encode(), np.uint8).astype(np.uint16)
+
+
+class GPT2Tokenizer(TableTokenizer):
     """GPT-2's byte-level BPE from tiktoken."""
 
-    name = "gpt2"
-    vocab_size = 50257
-    eot = 50256
+    name, vocab_size, eot = "gpt2", 50257, 50256
+    special: ClassVar = {EOT_TEXT: eot}
 
     def __init__(self) -> None:
         self._bpe = _load_tiktoken("gpt2")
+
+    @functools.cached_property
+    def token_bytes(self) -> list[bytes]:
+        return [*map(self._bpe.decode_single_token_bytes, range(self.vocab_size))]
 
     def encode(self, text: str) -> np.ndarray:
         # Before tiktoken 0.11, encode_to_numpy encoded `<|endoftext|>` as the special token.
@@ -133,19 +146,8 @@ class GPT2Tokenizer(Tokenizer):
         ids = self._bpe.encode_ordinary_batch(list(texts), num_threads=os.cpu_count() or 1)
         return [np.array(each, dtype=np.uint16) for each in ids]
 
-    def token_bytes(self) -> list[bytes]:
-        """Return the bytes of each id except EOT, in the order of the ids."""
-        return [self._bpe.decode_single_token_bytes(id) for id in range(self.eot)]
 
-    def byte_lengths(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,); 0 for EOT."""
-        return np.array([*map(len, self.token_bytes()), 0], np.int32)
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return self._bpe.decode(_checked(ids, self).tolist(), errors="replace")
-
-
-class JsonTokenizer(Tokenizer):
+class JsonTokenizer(TableTokenizer):
     """A `tokenizer.json`: a byte-level BPE, or a tokenizer of SentencePiece's kind.
 
     Special tokens in a text are encoded as plain text, and have no bytes in `byte_lengths`.
@@ -159,7 +161,6 @@ class JsonTokenizer(Tokenizer):
         fields: content of the file.
         config: content of tokenizer_config.json, with the end-of-text token.
         ids: id of each token.
-        special: special tokens and their ids.
 
     Raises:
         TokenizerError: the file cannot be used, or the end-of-text token is not known.
@@ -186,7 +187,7 @@ class JsonTokenizer(Tokenizer):
         self.config["eos_token"] = self._end_of_text(eot)
         self.eot = self.ids[self.config["eos_token"]]
         self._dtype = np.uint16 if self.vocab_size <= NARROW_IDS else np.uint32
-        self._bytes = self._token_bytes(added)
+        self.token_bytes = self._table(added)
         before = itertools.takewhile(lambda i: started.sequence_ids[i] is None, range(len(started)))
         self.prefix = tuple(started.ids[i] for i in before if started.ids[i] != self.eot)
         self._bpe.encode_special_tokens = True
@@ -204,7 +205,7 @@ class JsonTokenizer(Tokenizer):
             f"one with --eot, such as one of {', '.join([*self.special][:8])}"
         )
 
-    def _token_bytes(self, added: dict[str, Any]) -> list[bytes]:
+    def _table(self, added: dict[str, Any]) -> list[bytes]:
         """Return the bytes of each id: decoding is then independent of the neighbouring tokens."""
         kinds, table = {*_types(self.fields.get("decoder"))}, [b""] * self.vocab_size
         if not kinds & {"ByteLevel", "Metaspace", "ByteFallback"}:
@@ -232,15 +233,6 @@ class JsonTokenizer(Tokenizer):
         texts = [_valid(text) for text in texts]
         found = self._bpe.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=self._dtype) for each in found]
-
-    def byte_lengths(self) -> np.ndarray:
-        """Return the number of UTF-8 bytes of each id, int32 of shape (vocab_size,)."""
-        lengths = np.array([*map(len, self._bytes)], np.int32)
-        lengths[[*self.special.values(), self.eot]] = 0
-        return lengths
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        return b"".join(self._bytes[i] for i in _checked(ids, self)).decode(errors="replace")
 
     def save(self, folder: Path) -> None:
         """Write the files of the tokenizer to a folder, each atomically."""

@@ -49,7 +49,7 @@ def fields_of(tokenizer: AnyTokenizer) -> dict[str, Any]:
     """Return the contents of the tokenizer.json: GPT-2's BPE, and bytes without merges, derived."""
     if isinstance(tokenizer, JsonTokenizer):
         return tokenizer.fields
-    tokens = tokenizer.token_bytes()
+    tokens = tokenizer.token_bytes[: tokenizer.eot]
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     byte_level |= {"use_regex": len(tokens) > BYTES}
