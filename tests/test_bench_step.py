@@ -144,7 +144,10 @@ def test_a_stage_of_a_config_is_measured(tmp_path):
     ("options", "message"),
     [
         (["--batch", "0"], "must be at least 1"),
-        (["--out", "/dev/null", "--batch", "0"], "expected a regular file"),  # before the rest
+        (
+            ["--out", "/dev/null", "--batch", "0"],
+            "a device instead of a regular file",
+        ),  # before the rest
     ],
 )
 def test_options_that_are_refused(options, message, capsys):

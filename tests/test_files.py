@@ -52,7 +52,7 @@ def test_only_a_regular_file_is_replaced(write, make, found, tmp_path):
     make(path)
     mode = path.lstat().st_mode
     with pytest.raises(
-        (OSError, WeightsError), match=rf"a\.svg: expected a regular file, found {found}"
+        (OSError, WeightsError), match=rf"a\.svg: {found} instead of a regular file"
     ):
         write(path)
     assert path.lstat().st_mode == mode and [*tmp_path.iterdir()] == [path]
@@ -69,10 +69,10 @@ def test_after_an_error_the_old_file_is_left(tmp_path):
 
 def test_a_device_is_refused_before_the_work(tmp_path, capsys):
     assert evaluate.main(["none", "--task", "loss", "--out", "/dev/null"]) == 1
-    assert "/dev/null: expected a regular file, found a device" in capsys.readouterr().err
-    with pytest.raises(OSError, match="/dev/null: expected a regular file, found a device"):
+    assert "/dev/null: a device instead of a regular file" in capsys.readouterr().err
+    with pytest.raises(OSError, match="/dev/null: a device instead of a regular file"):
         results.check_file(Path("/dev/null"))
     (tmp_path / "log.jsonl").write_text('{"kind": "train", "step": 1, "tokens": 2, "loss": 3.0}\n')
     os.mkfifo(tmp_path / "a.png")
-    with pytest.raises(OSError, match="a.png: expected a regular file, found a FIFO"):
+    with pytest.raises(OSError, match="a.png: a FIFO instead of a regular file"):
         plot.plot_runs([tmp_path], tmp_path / "a.png")

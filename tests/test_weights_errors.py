@@ -166,7 +166,7 @@ GPT2 = [
         )
     ),
     *(
-        (fifo(name), f"{re.escape(name)}: expected a regular file, found a FIFO")
+        (fifo(name), f"{re.escape(name)}: a FIFO instead of a regular file")
         for name in ("config.json", "model.safetensors")
     ),
 ]
@@ -196,7 +196,7 @@ LLMC = [
     (raw("model.bin", lambda b: b[:5135]), CUT + "5135"),
     (raw("model.bin", lambda b: b + b"\0\0"), CUT),
     (raw("model.bin", lambda b: b[:3]), "header of 1024 bytes.* found 0 bytes"),
-    (fifo("model.bin"), "expected a regular file, found a FIFO"),
+    (fifo("model.bin"), "a FIFO instead of a regular file"),
     (gone("model.bin"), r"model\.bin: No such file"),
 ]
 CASES = [("gpt2", *case) for case in GPT2]
@@ -237,8 +237,8 @@ def test_numbers_beyond_fp32_are_refused(copied):
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("", "expected a regular file, found a directory"),
-        ("/dev/zero", "expected a regular file, found a device"),
+        ("", "a directory instead of a regular file"),
+        ("/dev/zero", "a device instead of a regular file"),
         ("a\0b", "null"),
         ("x" * 1000, "File name too long"),
     ],
@@ -335,7 +335,7 @@ def test_saving_where_no_file_can_be_names_the_target(tmp_path, models):
     with pytest.raises(WeightsError, match=r"m\.bin: the folder .*absent does not exist. Create"):
         gptjax.save_llmc(model, tmp_path / "absent" / "m.bin")
     os.mkfifo(tmp_path / "fifo")
-    with pytest.raises(WeightsError, match="expected a regular file, found a FIFO"):
+    with pytest.raises(WeightsError, match="a FIFO instead of a regular file"):
         gptjax.save_llmc(model, tmp_path / "fifo")
     with pytest.raises(WeightsError, match="fifo: the folder cannot be created: File exists"):
         gptjax.save_hf(model, tmp_path / "fifo")

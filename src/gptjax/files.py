@@ -14,49 +14,38 @@ class OutputError(OSError):
     """A path that cannot be written: not a regular file, or in a folder that does not exist."""
 
 
-def file_type(mode: int) -> str:
-    """Return the type of a file that is not regular, from its `st_mode`, in words."""
-    names = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-    return names.get(stat.S_IFMT(mode), "a device")
-
-
-def open_regular(path: str | os.PathLike) -> int:
-    """Open a regular file for reading and return its descriptor.
+def check_regular(path: str | os.PathLike) -> None:
+    """Check that a path is a regular file, without opening it: `open` of a FIFO waits for a writer.
 
     Raises:
-        OSError: the file cannot be opened, or is a directory, FIFO or device. A plain `open` of a
-            FIFO waits for a writer.
+        OSError: the path does not exist, or is a directory, FIFO, socket or device.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return descriptor
-    os.close(descriptor)
-    kind = file_type(mode)
+    if stat.S_ISREG(mode := os.stat(path).st_mode):
+        return
+    names = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    kind = names.get(stat.S_IFMT(mode), "a device")
     raise OSError(errno.EINVAL, f"{kind} instead of a regular file", os.fspath(path))
 
 
 def read_regular(path: str | os.PathLike) -> bytes:
-    """Return the contents of a regular file. Raise the errors of `open_regular`."""
-    with open(open_regular(path), "rb") as file:
-        return file.read()
+    """Return the contents of a regular file. Raise the errors of `check_regular`."""
+    check_regular(path)
+    return Path(path).read_bytes()
 
 
 def output(path: Path) -> Path:
     """Return the file that is replaced when `path` is written: the target of a symbolic link.
 
     Raises:
-        OutputError: the path exists and is not a regular file, such as /dev/null.
-        OSError: the path cannot be read.
+        OutputError: the path exists and is not a regular file, such as /dev/null, or cannot be
+            read.
     """
     try:
-        mode = path.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):  # also a link to a file that does not exist
-        mode = stat.S_IFREG
-    if not stat.S_ISREG(mode):
-        raise OutputError(
-            f"{path}: expected a regular file, found {file_type(mode)}; give another name"
-        )
+        check_regular(path)
+    except (FileNotFoundError, NotADirectoryError):
+        pass  # also a link to a file that does not exist
+    except OSError as error:
+        raise OutputError(f"{path}: {error.strerror}; give another name") from error
     return Path(os.path.realpath(path))
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gptjax.files import open_regular, write_atomically
+from gptjax.files import check_regular, write_atomically
 from gptjax.terminal import UserError
 
 HEADER_BYTES = 1024  # 256 int32
@@ -101,7 +101,8 @@ class Shard:
         """
         self.path, self._descriptor = Path(path), -1
         try:
-            self._descriptor = open_regular(self.path)
+            check_regular(self.path)
+            self._descriptor = os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise shard_error(
                 self.path, 0, expected="a readable shard", found=error.strerror or str(error)

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -37,18 +36,9 @@ def reason(error: Exception) -> str:
     return text.split("\n", 1)[0]
 
 
-def file_size(file: Path) -> int:
-    """Return the length of a file without opening it. Raise ValueError if it is not regular."""
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"expected a regular file, found {files.file_type(status.st_mode)}")
-    return status.st_size
-
-
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file."""
-    file_size(file)  # an error for a FIFO
-    found = json.loads(file.read_text(encoding="utf-8"))
+    found = json.loads(files.read_regular(file).decode())
     if not isinstance(found, dict):
         raise ValueError(f"expected a JSON object, found {type(found).__name__}")
     return found

@@ -14,6 +14,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
+from gptjax.files import check_regular
 from gptjax.models.base import Model, ModelConfig
 from gptjax.weights.architectures import (
     ARCHITECTURES,
@@ -24,7 +25,7 @@ from gptjax.weights.architectures import (
 )
 from gptjax.weights.checkpoint_files import differences, few
 from gptjax.weights.errors import WeightsError
-from gptjax.weights.files import file_size, read_json, reading, reason, replacing
+from gptjax.weights.files import read_json, reading, reason, replacing
 from gptjax.weights.params import STORED, Key, check_writable, host_arrays
 
 WEIGHTS = "model.safetensors"
@@ -125,7 +126,7 @@ def _find_tensors(path: Path, prefix: str) -> dict[str, tuple[Any, str]]:
     tensors: dict[str, tuple[Any, str]] = {}
     for file in files:
         with reading(file):
-            file_size(file)  # an error for a FIFO
+            check_regular(file)
             opened = safe_open(file, framework="numpy")
             names_in_file = opened.keys()  # safe_open is not iterable
             for name in names_in_file:

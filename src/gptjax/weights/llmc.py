@@ -21,9 +21,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from gptjax.files import check_regular
 from gptjax.models.gpt2 import GPT2, GPT2Config
 from gptjax.weights.architectures import Kind, gpt2_kinds
-from gptjax.weights.files import file_size, replacing
+from gptjax.weights.files import replacing
 from gptjax.weights.params import Key, check_writable, host_arrays
 
 SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd", "padded_vocab_size")
@@ -41,13 +42,13 @@ def read_config(path: Path) -> GPT2Config:
     Raises:
         ValueError: the file is not an llm.c model, or its length differs from the header's.
     """
-    length = file_size(path)
+    check_regular(path)
     header = _read_header(path)
     config = GPT2Config(**dict(zip(SIZES, header[2:8], strict=True)))
     # Compared before an array of these sizes is allocated.
     numbers = sum(kind.size * (kind.layers or 1) for kind in _kinds(config))
     expected = HEADER_BYTES + DTYPES[header[1]].itemsize * numbers
-    if length != expected:
+    if (length := path.stat().st_size) != expected:
         raise ValueError(
             f"expected {expected} bytes for this header ({config.n_layer} layers, {config.n_embd} "
             f"channels, {DTYPES[header[1]].name}), found {length}. Copy or export the file again"
