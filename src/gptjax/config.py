@@ -289,6 +289,12 @@ class Config:
         tx = self.optimizer.completed(tx, groups, schedules)
         return Scheduled.of(tx, schedules["learning_rate"])
 
+    def step_options(self) -> dict[str, Any]:
+        """Return the options of `gptjax.make_train_step`, except `parallel`."""
+        o = self.optimizer
+        skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
+        return {"loss_reduction": self.loss_reduction, **skip}
+
     def parallel_on(self, devices: list[Any]) -> Parallel:
         """Return the mesh and the strategy of the run. `devices` is a list of `jax.Device`."""
         return Parallel.of(devices, self.parallel, self.reduce_dtype)

@@ -128,14 +128,12 @@ def memory(config: Config, gpu: Gpu, count: int) -> tuple[int, int]:
             sharded = hasattr(x, "shape") and parallel.axis_of(x) is not None
             return liveness.bytes_of(x) // (count if sharded else 1)
 
-        tx, o = config.build_optimizer(mesh), config.optimizer
+        tx = config.build_optimizer(mesh)
         state = jax.eval_shape(lambda: init_state(config.model, tx, config.seed))
         shape = config.micro_batches(count), config.micro_batch * count, config.sequence_length
         ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-        step = make_train_step(
-            graph(config.model), tx, parallel=parallel, loss_reduction=config.loss_reduction,
-            skip_loss_z=o.skip_loss_z, skip_grad_norm_z=o.skip_grad_norm_z,
-        )  # fmt: skip
+        how = {"parallel": parallel, **config.step_options()}
+        step = make_train_step(graph(config.model), tx, **how)
         batch = Batch(ids, ids, ids if config.separate_documents else None)
         jaxpr = jax.make_jaxpr(step)(state, batch)
     return sum(map(size, jax.tree.leaves(state))), liveness.peak(jaxpr, size)

@@ -136,9 +136,8 @@ class JaxStep:
         return over_batch(self.parallel.mesh, axis=0 if self.forward else 1)
 
     def _function(self) -> Callable:
-        graphdef, o = graph(self.config.model), self.config.optimizer
+        graphdef = graph(self.config.model)
         if self.forward:
             return make_eval_step(graphdef, self.parallel)
-        skip = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-        how = {"parallel": self.parallel, "loss_reduction": self.config.loss_reduction}
-        return make_train_step(graphdef, self._tx, **how, **skip)
+        how = {"parallel": self.parallel, **self.config.step_options()}
+        return make_train_step(graphdef, self._tx, **how)

@@ -232,14 +232,12 @@ class StagedStep:
         step: int,
         say: Callable[[str, object], object],
     ):
-        o = inputs.config.optimizer
-        update = {"skip_loss_z": o.skip_loss_z, "skip_grad_norm_z": o.skip_grad_norm_z}
-        update |= {"loss_reduction": inputs.config.loss_reduction, "parallel": parallel}
+        options = inputs.config.step_options()
 
         @functools.cache
         def start_train(model: ModelConfig, batch: Batch):
             out = parallel.shardings(state), parallel.replicated
-            step = make_train_step(graph(model), tx, **update)
+            step = make_train_step(graph(model), tx, parallel=parallel, **options)
             return compiler.start(jax.jit(step, donate_argnums=0, out_shardings=out), state, batch)
 
         @functools.cache
