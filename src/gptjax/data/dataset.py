@@ -16,11 +16,12 @@ from gptjax.data.shards import Shard, ShardError, mask_path, shard_error
 from gptjax.data.tokenizers import (
     TOKENIZER_JSON,
     TOKENIZERS,
-    VOCABULARIES,
     AnyTokenizer,
+    GPT2Tokenizer,
     JsonTokenizer,
     choose_tokenizer,
     copy_tokenizer,
+    facts,
     get_tokenizer,
     model_options,
     name_in,
@@ -120,7 +121,7 @@ class Dataset:
             DatasetError: the tokenizer is unknown, or its tokenizer.json is missing or changed.
             TokenizerUnavailable: the errors of `get_tokenizer`.
         """
-        if self.tokenizer in VOCABULARIES:
+        if self.tokenizer in TOKENIZERS:
             return get_tokenizer(self.tokenizer)
         if (found := name_in(self.path)) != self.tokenizer:
             raise DatasetError(
@@ -132,7 +133,7 @@ class Dataset:
 
     def copy_tokenizer(self, folder: Path) -> None:
         """Copy the files of the tokenizer to a folder; GPT-2's and bytes have none."""
-        if self.tokenizer not in VOCABULARIES:
+        if self.tokenizer not in TOKENIZERS:
             copy_tokenizer(self.path, folder)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -154,14 +155,14 @@ class Dataset:
             A sentence for each difference, at most 10; empty if the data are the same.
         """
 
-        def facts(fingerprint: dict[str, Any]) -> dict[str, Any]:
+        def flat(fingerprint: dict[str, Any]) -> dict[str, Any]:
             return {"tokenizer": fingerprint.get("tokenizer")} | {
                 f"{file}, {fact}": value
                 for section, fact in _SECTIONS.items()
                 for file, value in fingerprint.get(section, {}).items()
             }
 
-        before, now = facts(saved or {}), facts(self.fingerprint())
+        before, now = flat(saved or {}), flat(self.fingerprint())
         lines = [
             f"{name}: expected {before.get(name)}, found {now.get(name)}"
             for name in sorted(before | now)
@@ -342,10 +343,9 @@ def _tokenizer(folder: Path, manifest: Any, shard: Path) -> tuple[str, int, int 
     if manifest is not None:
         return manifest.tokenizer, manifest.vocab_size, manifest.eot
     if (folder / TOKENIZER_JSON).exists():
-        tokenizer = JsonTokenizer(folder)
-        return tokenizer.name, tokenizer.vocab_size, tokenizer.eot
+        return facts(JsonTokenizer(folder))
     wide = Shard(shard).dtype.itemsize > 2
-    return ("unknown", 0, None) if wide else ("gpt2", *VOCABULARIES["gpt2"])
+    return ("unknown", 0, None) if wide else facts(GPT2Tokenizer)
 
 
 def _not_prepared(dataset: str, data_dir: Path, tokenizer: str) -> str:

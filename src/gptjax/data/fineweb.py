@@ -13,7 +13,7 @@ from pathlib import Path
 from gptjax.data.manifest import Manifest, describe, read_manifest
 from gptjax.data.prepare import PrepareError, preparing
 from gptjax.data.shards import ShardError
-from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.data.tokenizers import GPT2Tokenizer, facts
 from gptjax.terminal import print_line
 
 REPOSITORY = "kjj0/fineweb10B-gpt2"
@@ -68,7 +68,7 @@ def prepare_fineweb(
                 _download(huggingface_hub, file, folder)
                 info = describe(folder / file)
             files[file] = info
-        about = ("gpt2", *VOCABULARIES["gpt2"], f"{REPOSITORY} on the Hugging Face Hub")
+        about = (*facts(GPT2Tokenizer), f"{REPOSITORY} on the Hugging Face Hub")
         Manifest(*about, files).write(folder)
         shutil.rmtree(folder / ".cache", ignore_errors=True)  # the hub's metadata
         if folder != final:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from gptjax.data.shards import HEADER_BYTES, MASK_SUFFIX, DataError, Shard, mask_path
-from gptjax.data.tokenizers import VOCABULARIES, is_name
+from gptjax.data.tokenizers import TOKENIZERS, facts, is_name
 from gptjax.files import read_regular, write_atomically
 
 MANIFEST = "dataset.json"
@@ -106,14 +106,17 @@ def read_manifest(folder: Path) -> Manifest | None:
         made_with = fields["tokenizer"]
         if fields["format"] not in (1, 2, 3) or not is_name(made_with):
             raise ValueError(f"format {fields['format']!r}, tokenizer {made_with!r}")
-        ids = VOCABULARIES.get(made_with) or (int(fields["vocab_size"]), int(fields["eot"]))
+        known = TOKENIZERS.get(made_with)
+        about = (
+            facts(known) if known else (made_with, int(fields["vocab_size"]), int(fields["eot"]))
+        )
         files = {}
         for name, info in fields["shards"].items():
             files[name] = info | {"max_token": int(info["max_token"])}
             if "mask" in info:
                 files[mask_path(Path(name)).name] = dict(files[name].pop("mask"))
         options = dict(fields.get("options") or {})
-        return Manifest(made_with, *ids, fields["source"], files, options)
+        return Manifest(*about, fields["source"], files, options)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except Exception as error:  # a damaged file can have any content

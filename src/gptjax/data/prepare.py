@@ -24,7 +24,7 @@ from gptjax.data import corpora
 from gptjax.data.corpora import Corpus, Pair
 from gptjax.data.manifest import MANIFEST, Files, Manifest, describe, read_manifest
 from gptjax.data.shards import MAX_TOKENS, DataError, mask_path, write_shard
-from gptjax.data.tokenizers import AnyTokenizer, JsonTokenizer, choose_tokenizer
+from gptjax.data.tokenizers import AnyTokenizer, JsonTokenizer, choose_tokenizer, facts
 from gptjax.terminal import print_line
 from gptjax.user_folders import data_folder
 
@@ -145,7 +145,7 @@ def prepare_corpus(
             train, val = _write_shards(partial, final.name, corpus, tokenizer, options, log)
             if isinstance(tokenizer, JsonTokenizer):
                 tokenizer.save(partial)
-            about = (tokenizer.name, tokenizer.vocab_size, tokenizer.eot, corpus.source)
+            about = (*facts(tokenizer), corpus.source)
             Manifest(*about, train | val, options.recorded()).write(partial)
             if final.exists():
                 shutil.rmtree(final)

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from gptjax.data.shards import NARROW_IDS, DataError
 from gptjax.files import read_regular, write_atomically
 
 EOT_TEXT = "<|endoftext|>"
-TOKENIZERS = ("gpt2", "byte")
 TOKENIZER_JSON, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 # Files of a tokenizer.json that are copied with it.
 TOKENIZER_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, "chat_template.jinja")
@@ -308,17 +307,13 @@ def byte_characters() -> tuple[str, ...]:
 type AnyTokenizer = GPT2Tokenizer | ByteTokenizer | JsonTokenizer
 
 
-class Vocabulary(NamedTuple):
-    """Number of ids and end-of-text id of a tokenizer."""
-
-    size: int
-    eot: int
+TOKENIZERS = {"gpt2": GPT2Tokenizer, "byte": ByteTokenizer}
+"""Tokenizers by name. The classes have `vocab_size` and `eot`, also without GPT-2's files."""
 
 
-# Without loading GPT-2's files.
-VOCABULARIES = {
-    kind.name: Vocabulary(kind.vocab_size, kind.eot) for kind in (GPT2Tokenizer, ByteTokenizer)
-}
+def facts(tokenizer: Tokenizer | type[Tokenizer]) -> tuple[str, int, int]:
+    """Return the name, the number of ids and the end-of-text id."""
+    return tokenizer.name, tokenizer.vocab_size, tokenizer.eot
 
 
 def model_options(ids: int) -> str:
@@ -329,7 +324,7 @@ def model_options(ids: int) -> str:
 
 def is_name(name: object) -> bool:
     """Return whether `name` is the name of a tokenizer, such as gpt2 or json-1a2b3c4d."""
-    return name in TOKENIZERS or (isinstance(name, str) and name.startswith(_JSON_NAME))
+    return isinstance(name, str) and (name in TOKENIZERS or name.startswith(_JSON_NAME))
 
 
 def get_tokenizer(name: str | os.PathLike, *, eot: str | None = None) -> AnyTokenizer:
@@ -347,7 +342,7 @@ def get_tokenizer(name: str | os.PathLike, *, eot: str | None = None) -> AnyToke
     if name in TOKENIZERS:
         if eot is not None:
             raise TokenizerError(f"the tokenizer {name} has an end-of-text token; leave out --eot")
-        return GPT2Tokenizer() if name == "gpt2" else ByteTokenizer()
+        return TOKENIZERS[name]()
     if not _json_file(name).is_file():
         raise TokenizerError(
             f"unknown tokenizer {os.fspath(name)!r}; choose one of {', '.join(TOKENIZERS)}, or the "

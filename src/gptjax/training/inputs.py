@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding
 from gptjax import data, parallel
 from gptjax.config import Config, ConfigError
 from gptjax.data import Batch
-from gptjax.data.tokenizers import VOCABULARIES
+from gptjax.data.tokenizers import GPT2Tokenizer
 from gptjax.models.base import count_targets
 from gptjax.timeline import Span, Timeline
 
@@ -56,7 +56,7 @@ class Inputs:
             except ConfigError as error:
                 raise ConfigError(f"{timeline.name(span)}{error}") from error
         # The standard library can be prepared for either vocabulary.
-        small = config.model.vocab_size < VOCABULARIES["gpt2"].size
+        small = config.model.vocab_size < GPT2Tokenizer.vocab_size
         tokenizer = "byte" if small and config.dataset in ("auto", "stdlib") else "auto"
         dataset = data.find_dataset(config.dataset, config.data_dir, tokenizer)
         dataset = _checked_tokenizer(config, dataset)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from gptjax.data.tokenizers import (
-    VOCABULARIES,
+    TOKENIZERS,
     AnyTokenizer,
     Tokenizer,
     TokenizerUnavailable,
@@ -135,7 +135,7 @@ def _load(format: Any, path: str | os.PathLike, precision: Any, options: dict, m
 def _tokenizer(name: str | os.PathLike | None, vocab_size: int) -> AnyTokenizer | None:
     if name is None:
         return None
-    ids = VOCABULARIES[name].size if name in VOCABULARIES else 0
+    ids = TOKENIZERS[name].vocab_size if name in TOKENIZERS else 0
     try:
         tokenizer = get_tokenizer(name) if ids <= vocab_size else None
     except TokenizerUnavailable as error:

@@ -16,7 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from gptjax.config import ConfigError, model_from_json
-from gptjax.data.tokenizers import TOKENIZER_JSON, TOKENIZERS, VOCABULARIES, is_name, name_in
+from gptjax.data.tokenizers import TOKENIZER_JSON, TOKENIZERS, is_name, name_in
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.models.registry import config_class
 from gptjax.precision import Precision
@@ -27,7 +27,7 @@ from gptjax.weights.params import Key
 
 CHECKPOINTS = "checkpoints"
 # Tokenizers of files by vocabulary size; 50,304 is GPT-2's vocabulary with padding.
-_TOKENIZERS = {size: name for name, (size, _) in VOCABULARIES.items()} | {50304: "gpt2"}
+_TOKENIZERS = {kind.vocab_size: name for name, kind in TOKENIZERS.items()} | {50304: "gpt2"}
 
 
 @dataclasses.dataclass(frozen=True)
