@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import os
 import shlex
 import sys
 import time
@@ -210,6 +209,4 @@ def main(args: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    # No preallocation: the GPU may be shared with a training run.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.exit(main())

@@ -1,6 +1,7 @@
 """Options of the commands that compute with a saved model, and loading of the model."""
 
 import dataclasses
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -40,6 +41,8 @@ class ModelOptions:
         Raises:
             DeviceError: no such device.
         """
+        # No preallocation: the GPU may be shared with a training run.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         used, about = devices.select(self.device)
         # Call after `select`, because JAX's caches depend on the platform.
         for sentence in (about, Compiler(cache_folder()).note):

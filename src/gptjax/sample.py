@@ -5,7 +5,6 @@ import functools
 import io
 import itertools
 import json
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -199,6 +198,4 @@ if __name__ == "__main__":
     from gptjax.training.checkpoint import silence_orbax
 
     silence_orbax()
-    # No preallocation: the GPU may be shared with a training run.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     sys.exit(main())
