@@ -17,6 +17,7 @@ from gptjax import config as configuration
 from gptjax import provenance
 from gptjax.config import Config
 from gptjax.data import Dataset
+from gptjax.fields import flag
 from gptjax.terminal import UserError
 
 # Seconds without a heartbeat after which a process counts as dead.
@@ -52,7 +53,7 @@ def initialize(config: Config) -> None:
         _connect(config.device)
     options = configuration.to_json(config).items()
     check_alike(
-        {f"--{name.replace('_', '-')}": value for name, value in options if name not in PER_PROCESS}
+        {flag(name): value for name, value in options if name not in PER_PROCESS}
         | provenance.versions()
         | {"commit": provenance.commit()},
     )

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from gptjax import processes
 from gptjax.config import Config, ConfigError, model_from_json
 from gptjax.data import Dataset
+from gptjax.fields import flag
 from gptjax.models.base import ModelConfig, abstract_params
 from gptjax.parallel import Parallel
 from gptjax.training.resume import Resume
@@ -82,7 +83,7 @@ def _refuse_conflicts(source: Source, found: ModelConfig, model: ModelConfig) ->
     there, here = _shape(found), _shape(model)
     cropped = {"block_size"} if here["block_size"] < there["block_size"] else set()
     lines = [
-        f"  --model.{name.replace('_', '-')}: {there[name]} there, {here[name]} in the config"
+        f"  {flag(f'model.{name}')}: {there[name]} there, {here[name]} in the config"
         for name in sorted(there.keys() - cropped)
         if there[name] != here[name]
     ]
