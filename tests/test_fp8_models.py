@@ -52,8 +52,15 @@ def fp8_matmuls(f, *args):
     return sum("dot_general" in line and "f8E" in line for line in text.splitlines())
 
 
-# Of each block with attention: three matmuls of q, k and v, six of the MLP; three of the head.
+# Of each block with attention: three matmuls of q, k and v, six of the MLP, and in a wide model
+# three of the output projection; three of the head.
+CONFIGS_OF_MATMULS = CONFIGS | {
+    "wide gpt2": dataclasses.replace(CONFIGS["gpt2"], n_embd=1024, n_layer=1),
+    "wide llama3": dataclasses.replace(CONFIGS["llama3"], n_embd=1024),
+}
 MATMULS = [
+    ("wide gpt2", "fp8", 12 + 3),
+    ("wide llama3", "fp8", 12 + 3),
     ("gpt2", "fp8", 3 + 2 * 9),
     ("llama3", "fp8", 9 + 3),
     ("speedrun", "fp8", 3 * 9 + 6 + 3),
@@ -64,9 +71,9 @@ MATMULS = [
 @pytest.mark.parametrize("model, name, number", MATMULS)
 def test_only_the_step_is_in_fp8(model, name, number):
     """So many matmuls in the step, and none in evaluation."""
-    g = graph(with_precision(model, name))
-    params = jax.eval_shape(lambda: init_params(CONFIGS[model], 0))
-    windows = tokens()
+    config = dataclasses.replace(CONFIGS_OF_MATMULS[model], precision=Precision(name))
+    g, windows = graph(config), tokens()
+    params = jax.eval_shape(lambda: init_params(config, 0))
     assert fp8_matmuls(lambda p: loss_and_grads(g, p, windows), params) == number
     evaluation = jax.jit(make_eval_step(g)).lower(params, windows[0])
     # The norms' FP8 copies are unused in evaluation.

@@ -18,8 +18,8 @@ class Parts:
     Attributes:
         matmuls: numerics of all matmuls except those of `blocks` and `head`: fp32, tf32 or bf16.
         residual: dtype of the residual stream.
-        blocks: numerics of the q, k and v projection and of the MLP in the training step; None:
-            `matmuls`.
+        blocks: numerics of the q, k and v projection, of attention's output projection from
+            `WIDE` channels and of the MLP in the training step; None: `matmuls`.
         head: numerics of the LM head in the training step; None: `matmuls`.
     """
 
@@ -51,6 +51,10 @@ PRECISIONS = {
 }
 """By name. A further entry is a further precision: examples/new_precision.py."""
 
+WIDE = 1024
+"""Channels from which attention's output projection is in FP8: with 768, the conversion of its
+operands takes as long as its matmuls save."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -69,7 +73,8 @@ class Precision:
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
     in the training step. In fp8, the matmuls of the q, k and v projection and of the MLP are also
-    in FP8 (pallas_kernels/gemm). Evaluation and generation compute as bf16.
+    in FP8 (pallas_kernels/gemm), and from `WIDE` channels attention's output projection.
+    Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.
@@ -98,6 +103,10 @@ class Precision:
     def blocks(self) -> str | Numerics:
         """Numerics of the matmuls of the blocks in the training step."""
         return self.parts.blocks or self.parts.matmuls
+
+    def output_projection(self, width: int) -> str | Numerics:
+        """Numerics of attention's output projection of `width` channels in the training step."""
+        return self.blocks if width >= WIDE else self.parts.matmuls
 
     @property
     def head(self) -> str | Numerics:

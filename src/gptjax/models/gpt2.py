@@ -79,9 +79,9 @@ class Attention(nnx.Module):
             Linear, precision=config.precision, implementation=implementation, rngs=rngs
         )
         c = config.n_embd
-        # Not c_proj: the conversion of its operands to FP8 takes as long as FP8 matmuls save.
         self.c_attn = linear(c, 3 * c, std=INIT_STD, numerics=config.precision.blocks)
-        self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
+        numerics = config.precision.output_projection(c)
+        self.c_proj = linear(c, c, std=INIT_STD / (2 * config.n_layer) ** 0.5, numerics=numerics)
         self.config = config
 
     @jax.named_scope("attention")

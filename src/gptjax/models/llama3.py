@@ -144,6 +144,7 @@ class Attention(nnx.Module):
         self.q = layer(c, config.n_head * d, std=INIT_STD)
         self.k = layer(c, config.kv_heads * d, std=INIT_STD)
         self.v = layer(c, config.kv_heads * d, std=INIT_STD)
+        layer = functools.partial(layer, numerics=config.precision.output_projection(c))
         self.o = layer(config.n_head * d, c, std=INIT_STD / (2 * config.n_layer) ** 0.5)
         self.config = config
 
