@@ -38,16 +38,18 @@ FP8_LENGTH = 128
 
 
 def stores_fp8(batch: int, length: int, heads: int) -> bool:
-    """Return whether `backward` can store the gradients of packed operands in FP8."""
+    """Return whether `backward` can store the gradients of packed operands in FP8. Split heads
+    would take three more passes, which are estimated at 384/S of the kernel's time: two over dQ,
+    and the conversion."""
     fits = length % FP8_LENGTH == 0
-    return fits and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms())
+    return fits and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms(), 384)
 
 
-def whole_heads_are_faster(heads: int, keys: int, blocks: int) -> bool:
+def whole_heads_are_faster(heads: int, keys: int, blocks: int, passes: int = 128) -> bool:
     """Return whether the idle thread blocks of the last round cost less than the two passes over dQ
     of split heads. The passes are estimated at 128/S of the kernel's time."""
     rounds = pl.cdiv(heads, blocks)
-    return rounds * blocks <= heads * (1 + 128 / keys)
+    return rounds * blocks <= heads * (1 + passes / keys)
 
 
 # jit: trace and lower `backward` once for all layers. Tracing and lowering for each layer took 28 s
