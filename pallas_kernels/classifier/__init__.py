@@ -375,14 +375,14 @@ class Options:
 
 
 def _run(options, logits_NV, labels, weights_M):
-    how, scale = vars(options.loss), options.scale
     if options.backend == "triton":
+        scale = options.scale
         from pallas_kernels.classifier import triton
 
         def f(*args):
             if shards_of("v").axes:
-                return _in_jax(options, *args)
-            return triton.classify(*args, scale=scale, **how)
+                return _in_xla(options, *args)
+            return triton.classify(*args, scale=scale, **vars(options.loss))
 
         columns = "n* m" if labels[0].ndim == 2 else "n*"
         axes = f"n* v, {columns}, n*, m -> n*, n* v, n*"
@@ -390,16 +390,7 @@ def _run(options, logits_NV, labels, weights_M):
         batched = {"rule": rule, "overwrites": scale is None}
         launch = _calls.batched("fused_classifier", f, **batched)
         return launch(logits_NV, *labels, weights_M)
-    return _in_jax(options, logits_NV, *labels, weights_M)
-
-
-def _in_jax(options, logits_NV, *arrays):
-    scale = options.scale
-    losses_N, dlogits_NV, lse_N = _in_xla(logits_NV, *arrays, **vars(options.loss))
-    if scale is None:
-        return losses_N, dlogits_NV.astype(logits_NV.dtype), lse_N
-    dlogits_NV = (dlogits_NV * scale).clip(-largest(E5M2), largest(E5M2))
-    return losses_N, stochastic_e5m2(dlogits_NV), lse_N
+    return _in_xla(options, logits_NV, *labels, weights_M)
 
 
 _classify = jax.custom_vjp(_run, nondiff_argnums=(0,))
@@ -426,16 +417,15 @@ def _classify_backward(options, dlogits_NV, cotangents):
 _classify.defvjp(_classify_forward, _classify_backward, symbolic_zeros=True)
 
 
-def _in_xla(
-    logits_NV, targets, weights_N, weights_M, *, vocab_size, softcap, ignore_index,
-    label_smoothing, z_loss, return_lse,
-):  # fmt: skip
-    targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, ignore_index)
+def _in_xla(options, logits_NV, targets, weights_N, weights_M):
+    loss = options.loss
+    vocab_size, label_smoothing, z_loss = loss.vocab_size, loss.label_smoothing, loss.z_loss
+    targets_NM, known_NM, ignored_NM = _targets(targets, vocab_size, loss.ignore_index)
     weights_NM = jnp.where(ignored_NM, 0.0, 1.0 if weights_M is None else weights_M[None])
     if weights_N is not None:
         weights_NM = weights_NM * weights_N[:, None]
     x_NV = logits_NV.astype(jnp.float32)
-    z_NV = apply_softcap(x_NV, softcap)
+    z_NV = apply_softcap(x_NV, loss.softcap)
     shards = shards_of("v")
     column_1V = shards.places(logits_NV.shape[1])[None, :]
     if vocab_size < logits_NV.shape[1] or shards.axes:
@@ -464,17 +454,22 @@ def _in_xla(
             share = (1 - label_smoothing) * share
         losses_NM.append(jnp.log(sum_N1[:, 0]) - z_N)
         d_NV = d_NV - jnp.where(hit_NV, share, 0.0)
-    if softcap is not None:
-        d_NV = d_NV * _slope(x_NV, softcap)
+    if loss.softcap is not None:
+        d_NV = d_NV * _slope(x_NV, loss.softcap)
     d_NV = jnp.where(column_1V < vocab_size, d_NV, 0.0)
     losses_NM = jnp.stack(losses_NM, -1)
     if z_loss:
         losses_NM = losses_NM + z_loss * lse_N[:, None] ** 2
     losses_NM = weights_NM * losses_NM
-    if ignore_index is not None:
+    if loss.ignore_index is not None:
         losses_NM = jnp.where(ignored_NM, 0.0, losses_NM)
         d_NV = jnp.where(ignored_NM.all(-1, keepdims=True), 0.0, d_NV)
-    return losses_NM.sum(-1), d_NV, lse_N if return_lse else None
+    losses_N = losses_NM.sum(-1)
+    if options.scale is None:
+        d_NV = d_NV.astype(logits_NV.dtype)
+    else:
+        d_NV = stochastic_e5m2((d_NV * options.scale).clip(-largest(E5M2), largest(E5M2)))
+    return losses_N, d_NV, lse_N if loss.return_lse else None
 
 
 def _slope(x, softcap):
