@@ -76,23 +76,21 @@ class Ranges(NamedTuple):
     key_ids_BS: jax.Array | None = None
 
 
-def ranges(batch: int, keys: int, position_T, window, *, documents=None, ids=None, given=None):
+def ranges(batch: int, length: int, keys: int, start: int, window, others=(), ids=None):
     """Return the intersection of masks.
 
     Args:
-        position_T: position of each query among the keys.
-        window: (left, right): query t sees the keys position_t − left … position_t + right. None:
-            no limit.
-        documents: `Documents` of equally many queries and keys, or None.
+        start: position of query 0 among the keys.
+        window: (left, right): query t sees the keys start + t − left … start + t + right. None: no
+            limit.
+        others: pairs of first and last keys, B·T.
         ids: ids of queries B·T and of keys B·S, or None.
-        given: first and last keys, B·T, or None.
     """
+    position_T = jnp.arange(start, start + length, dtype=jnp.int32)
     left, right = window
     first_1T = 0 * position_T if left is None else position_T - left
     last_1T = 0 * position_T + keys if right is None else position_T + right
-    bounds = [(first_1T[None], last_1T[None])]
-    bounds += [tuple(documents)] if documents is not None else []
-    bounds += [tuple(given)] if given is not None else []
+    bounds = [(first_1T[None], last_1T[None]), *others]
     if ids is not None:
         ids = tuple(x.astype(jnp.int32) for x in ids)
         bounds.append(jax.vmap(_range_of_id)(*ids))
@@ -100,7 +98,7 @@ def ranges(batch: int, keys: int, position_T, window, *, documents=None, ids=Non
         functools.reduce(pick, [x.astype(jnp.int32) for x in side])
         for pick, side in zip((jnp.maximum, jnp.minimum), zip(*bounds, strict=True), strict=True)
     )
-    shape = (batch, position_T.shape[0])
+    shape = (batch, length)
     first_BT = jnp.broadcast_to(jnp.clip(first_BT, 0, keys), shape)
     return Ranges(first_BT, jnp.broadcast_to(jnp.clip(last_BT, -1, keys - 1), shape), *(ids or ()))
 

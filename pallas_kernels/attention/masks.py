@@ -68,15 +68,11 @@ def masked(options: Options, masks: Masks, q_BTHD, k_BSKD):
         window = None if left is None else left + 1
         options = dataclasses.replace(options, causal=right == 0, window=window)
         return options, None if ids is None else document_bounds(ids, window=window)
-    documents = None if ids is None or pair else document_bounds(ids)
-    further = {"ids": ids if pair else None, "given": masks.key_range}
-    return options, _ranges(options, q_BTHD, k_BSKD, (left, right), documents=documents, **further)
-
-
-def _ranges(options, q_BTHD, k_BSKD, window, **further):
-    (batch, length), keys = q_BTHD.shape[:2], k_BSKD.shape[1]
-    position_T = jnp.arange(options.start, options.start + length, dtype=jnp.int32)
-    return ranges(batch, keys, position_T, window, **further)
+    others = [] if masks.key_range is None else [masks.key_range]
+    if ids is not None and not pair:
+        others = [document_bounds(ids), *others]
+    sizes = q_BTHD.shape[0], length, keys
+    return options, ranges(*sizes, start, (left, right), others, ids if pair else None)
 
 
 def without_start(options: Options, bounds, q_BTHD, k_BSKD):
@@ -85,7 +81,7 @@ def without_start(options: Options, bounds, q_BTHD, k_BSKD):
     if not options.causal or q_BTHD.shape[1] == k_BSKD.shape[1]:
         return options, bounds
     left = None if options.window is None else options.window - 1
-    bounds = _ranges(options, q_BTHD, k_BSKD, (left, 0))
+    bounds = ranges(*q_BTHD.shape[:2], k_BSKD.shape[1], options.start, (left, 0))
     return dataclasses.replace(options, causal=False, window=None), bounds
 
 
