@@ -57,8 +57,9 @@ from pallas_kernels._types import Array, Float
 from pallas_kernels.feed_forward.activations import ACTIVATIONS
 from pallas_kernels.gemm.numerics import (
     Fp8,
+    MlpFacts,
     Numerics,
-    NumericsFacts,
+    divides_shards,
     like,
     numerics_of,
     split_like,
@@ -138,8 +139,8 @@ def mlp(
 
     The other arguments and the errors are as in `linear_gelu`.
     """
-    numerics = numerics_of("mlp", numerics, precision, Fp8())
-    return _checked_mlp(x, w, b, w2, "gelu", False, numerics, implementation)
+    how = {"numerics": numerics, "implementation": implementation, "precision": precision}
+    return activated_mlp(x, w, b, w2, **how)
 
 
 def activated_mlp(
@@ -164,10 +165,6 @@ def activated_mlp(
     The other arguments and the errors are as in `mlp`.
     """
     numerics = numerics_of("mlp", numerics, precision, Fp8())
-    return _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation)
-
-
-def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation):
     given, x = x, exact(x)
     w_IO = w.T if output_major else w
     check("mlp", x, w_IO, b)
@@ -190,23 +187,15 @@ def _checked_mlp(x, w, b, w2, activation, output_major, numerics, implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts(NumericsFacts):
+class Facts(MlpFacts):
     """Properties of a call on which the choice of a back end depends."""
 
-    dtype: jax.typing.DTypeLike
-    rows: int
     inputs: int
     outputs: int
 
 
-def _why_not_kernels(call: Facts) -> str | None:
-    if call.numerics.hidden_format("gelu", call.dtype) is None:
-        return f"has no kernels for {call.numerics.name} matmuls"
-    return call.numerics.why_not()
-
-
 def _why_not_mosaic(call: Facts) -> str | None:
-    if (why := _dispatch.why_not_mosaic() or _why_not_kernels(call)) is not None:
+    if (why := _dispatch.why_not_mosaic() or call.why_not_kernels()) is not None:
         return why
     itemsize = jnp.dtype(call.numerics.hidden_format("gelu", call.dtype).dtype).itemsize
     if itemsize > 1 and (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
@@ -216,29 +205,24 @@ def _why_not_mosaic(call: Facts) -> str | None:
     return mosaic.why_not(call.rows, call.outputs, call.inputs, itemsize)
 
 
-def _tiles_divide_shards(call: Facts, devices: int) -> bool:
-    """Whether the tiles divide the rows of a shard, however many of the devices shard the rows."""
-    shard = dataclasses.replace(call, rows=call.rows // devices)
-    return call.rows % devices == 0 and _why_not_mosaic(shard) is None
-
-
 def _why_not_triton(call: Facts) -> str | None:
-    if (why := _dispatch.why_not_triton() or _why_not_kernels(call)) is not None:
+    if (why := _dispatch.why_not_triton() or call.why_not_kernels()) is not None:
         return why
     if jnp.dtype(call.dtype) == jnp.float32:
         return None
     return _dispatch.why_not_16_bit(call.dtype, "float32, ")
 
 
+_ON_SHARDS = functools.partial(divides_shards, _why_not_mosaic)
 _dispatch.register(
     "linear_gelu",
     "linear_relu_squared",
     "mlp",
     back_ends=[
-        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_tiles_divide_shards, sums=True),
+        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_ON_SHARDS, sums=True),
         BackEnd("triton", _why_not_triton, custom=True, rule=True, sums=True),
-        BackEnd("xla", NumericsFacts.why_not),
-        BackEnd("reference", NumericsFacts.why_not_reference),
+        BackEnd("xla", Facts.why_not),
+        BackEnd("reference", Facts.why_not_reference),
     ],
     facts=Facts,
 )
@@ -358,8 +342,9 @@ def _mlp(x_NI, converted: Operand | None, w, b_O, w2_OC, options: Options):
     if numerics.quantized:
         # The Mosaic kernel without FP8 does not support fp32. "auto" tries it first.
         named = "auto" if options.implementation == "mosaic" else options.implementation
-        how = options.activation, options.output_major, numerics.plain, named
-        return _checked_mlp(x_NI, w, b_O, w2_OC, *how)
+        how = {"numerics": numerics.plain, "implementation": named}
+        how |= {"activation": options.activation, "output_major": options.output_major}
+        return activated_mlp(x_NI, w, b_O, w2_OC, **how)
     operands = numerics.activation(x_NI), numerics.weight(w, options.output_major)
     y, _ = hidden(options, *operands, b_O, x_NI.dtype, save=False)
     return numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)

@@ -46,8 +46,9 @@ from pallas_kernels._types import Array, Float
 from pallas_kernels.gemm.numerics import (
     Fp8,
     Interleaved,
+    MlpFacts,
     Numerics,
-    NumericsFacts,
+    divides_shards,
     joined,
     like,
     numerics_of,
@@ -59,18 +60,16 @@ Implementation = Literal["auto", "mosaic", "triton", "xla", "reference"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Facts(NumericsFacts):
+class Facts(MlpFacts):
     """Properties of a call on which the choice of a back end depends."""
 
-    dtype: jax.typing.DTypeLike
-    rows: int
     inputs: int
     hidden: int
     outputs: int
 
 
 def _why_not_mosaic(call: Facts) -> str | None:
-    if (why := _dispatch.why_not_mosaic() or _why_not_kernels(call)) is not None:
+    if (why := _dispatch.why_not_mosaic() or call.why_not_kernels()) is not None:
         return why
     if (why := _dispatch.why_not_16_bit(call.dtype)) is not None:
         return why
@@ -80,29 +79,18 @@ def _why_not_mosaic(call: Facts) -> str | None:
     return mosaic.why_not(call.rows, call.inputs, call.hidden, call.outputs, itemsize)
 
 
-def _tiles_divide_shards(call: Facts, devices: int) -> bool:
-    """Whether the tiles divide the rows of a shard, however many of the devices shard the rows."""
-    shard = dataclasses.replace(call, rows=call.rows // devices)
-    return call.rows % devices == 0 and _why_not_mosaic(shard) is None
-
-
 def _why_not_triton(call: Facts) -> str | None:
-    return _dispatch.why_not_triton() or _why_not_kernels(call)
+    return _dispatch.why_not_triton() or call.why_not_kernels()
 
 
-def _why_not_kernels(call: Facts) -> str | None:
-    if call.numerics.hidden_format("silu", call.dtype) is None:
-        return f"has no kernels for {call.numerics.name} matmuls"
-    return call.numerics.why_not()
-
-
+_ON_SHARDS = functools.partial(divides_shards, _why_not_mosaic)
 _dispatch.register(
     "swiglu",
     back_ends=[
-        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_tiles_divide_shards),
+        BackEnd("mosaic", _why_not_mosaic, custom=True, rule=_ON_SHARDS),
         BackEnd("triton", _why_not_triton, custom=True, rule=True),
-        BackEnd("xla", NumericsFacts.why_not),
-        BackEnd("reference", NumericsFacts.why_not_reference),
+        BackEnd("xla", Facts.why_not),
+        BackEnd("reference", Facts.why_not_reference),
     ],
     facts=Facts,
 )

@@ -88,20 +88,6 @@ class HiddenFormat:
     def derivative_scale(self) -> float:
         return self.scale**0.5 / 2 if self.saved_dtype is None else self.saved_scale
 
-    def operand(self, y: jax.Array, *, rows: bool = True, k_major: bool = True) -> Operand:
-        """Return the operand of y; of an FP8 operand, the copies that are asked for."""
-        if not self.k_major:
-            return Operand(y)
-        q = quantize(y, self.scale, self.dtype, rows=rows, transposed=k_major)
-        return Operand(q.rows, q.transposed, factor=self.scale)
-
-    def gradient(self, du: jax.Array, scale: Scale | None) -> Operand:
-        """Return the operand of du, with the scale of dy."""
-        if not self.k_major:
-            return Operand(du)
-        q = quantize(du, scale.value, self.gradient_dtype, transposed=True)
-        return Operand(q.rows, q.transposed, scale)
-
 
 class Numerics(abc.ABC):
     """How an activation, a weight and a gradient become operands, and how operands are multiplied.
@@ -144,17 +130,27 @@ class Numerics(abc.ABC):
         `activation` and `gradient` convert the hidden layer."""
         return None
 
-    def hidden(self, activation: str, y: jax.Array, **copies: bool) -> Operand:
-        """Return the operand of y = a(u); `copies` are those of `HiddenFormat.operand`."""
+    def hidden(
+        self, activation: str, y: jax.Array, *, rows: bool = True, k_major: bool = True
+    ) -> Operand:
+        """Return the operand of y = a(u); of an FP8 operand, the copies that are asked for."""
         stored = self.hidden_format(activation, y.dtype)
-        return self.activation(y) if stored is None else stored.operand(y, **copies)
+        if stored is None:
+            return self.activation(y)
+        if not stored.k_major:
+            return Operand(y)
+        q = quantize(y, stored.scale, stored.dtype, rows=rows, transposed=k_major)
+        return Operand(q.rows, q.transposed, factor=stored.scale)
 
     def hidden_gradient(self, activation: str, du: jax.Array, dy: Operand | None) -> Operand:
         """Return the operand of du; dy is the operand of the MLP's gradient."""
         stored = self.hidden_format(activation, du.dtype)
         if stored is None:
             return self.gradient(du)
-        return stored.gradient(du, None if dy is None else dy.scale)
+        if not stored.k_major:
+            return Operand(du)
+        q = quantize(du, dy.scale.value, stored.gradient_dtype, transposed=True)
+        return Operand(q.rows, q.transposed, dy.scale)
 
     def factors(self, a: Operand, b: Operand) -> tuple:
         """Return factors whose product undoes the scales of both operands."""
@@ -447,6 +443,27 @@ class NumericsFacts:
     def why_not_reference(self) -> str | None:
         """Return None if the numerics are those of the dtype, else the reason why not."""
         return f"has no {self.numerics.name} matmuls" if self.numerics.quantized else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MlpFacts(NumericsFacts):
+    """Properties of a call of an MLP on which the choice of a back end depends."""
+
+    dtype: jax.typing.DTypeLike
+    rows: int
+
+    def why_not_kernels(self) -> str | None:
+        """Return None if there are kernels for the numerics, else the reason why not."""
+        if self.numerics.hidden_format("gelu", self.dtype) is None:
+            return f"has no kernels for {self.numerics.name} matmuls"
+        return self.why_not()
+
+
+def divides_shards(why_not: Callable, call: MlpFacts, devices: int) -> bool:
+    """Return whether a back end supports the rows of a shard, however many of the devices shard
+    the rows."""
+    shard = dataclasses.replace(call, rows=call.rows // devices)
+    return call.rows % devices == 0 and why_not(shard) is None
 
 
 HEAD = Fp8(activation_scale=4.0, gradient_scale=512.0, rounds_weights=False)
