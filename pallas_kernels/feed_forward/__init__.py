@@ -62,7 +62,6 @@ from pallas_kernels.gemm.numerics import (
     divides_shards,
     like,
     numerics_of,
-    split_like,
 )
 from pallas_kernels.gemm.operands import Operand, as_row, exact, separate
 from pallas_kernels.gemm.sums import sum_rows
@@ -94,8 +93,8 @@ def linear_gelu(
     Raises:
         ValueError: wrong shapes, dtypes or numerics, or the named back end cannot run this call.
     """
-    how = numerics_of("linear_gelu", numerics, precision)
-    return _linear("linear_gelu", "gelu", x, w, b, implementation, how)
+    numerics = numerics_of("linear_gelu", numerics, precision)
+    return _checked("linear_gelu", x, w, b, None, "gelu", False, numerics, implementation)
 
 
 def linear_relu_squared(
@@ -114,8 +113,8 @@ def linear_relu_squared(
 
     The other arguments and the errors are as in `linear_gelu`.
     """
-    how = numerics_of("linear_relu_squared", numerics, precision)
-    return _linear("linear_relu_squared", "relu_squared", x, w, b, implementation, how)
+    numerics, name = numerics_of("linear_relu_squared", numerics, precision), "relu_squared"
+    return _checked("linear_relu_squared", x, w, b, None, name, False, numerics, implementation)
 
 
 def mlp(
@@ -139,8 +138,8 @@ def mlp(
 
     The other arguments and the errors are as in `linear_gelu`.
     """
-    how = {"numerics": numerics, "implementation": implementation, "precision": precision}
-    return activated_mlp(x, w, b, w2, **how)
+    numerics = numerics_of("mlp", numerics, precision, Fp8())
+    return _checked("mlp", x, w, b, w2, "gelu", False, numerics, implementation)
 
 
 def activated_mlp(
@@ -165,25 +164,41 @@ def activated_mlp(
     The other arguments and the errors are as in `mlp`.
     """
     numerics = numerics_of("mlp", numerics, precision, Fp8())
+    return _checked("mlp", x, w, b, w2, activation, output_major, numerics, implementation)
+
+
+def _checked(operation, x, w, b, w2, activation, output_major, numerics, implementation):
+    """Compute a(x w + b) w2, or a(x w + b) if w2 is None."""
     given, x = x, exact(x)
     w_IO = w.T if output_major else w
-    check("mlp", x, w_IO, b)
-    if w2.ndim != 2 or w2.shape[0] != w_IO.shape[1] or w2.dtype not in (x.dtype, jnp.float32):
-        raise ValueError(
-            f"mlp: expected w2 (O, C) with O={w_IO.shape[1]}, of x's dtype or float32, got "
-            f"{w2.shape} in {w2.dtype}"
-        )
-    backend = _select("mlp", implementation, (x, w_IO, b, w2), numerics)
+    outputs = check(operation, x, w_IO, b)
+    if w2 is not None:
+        if w2.ndim != 2 or w2.shape[0] != outputs or w2.dtype not in (x.dtype, jnp.float32):
+            raise ValueError(
+                f"mlp: expected w2 (O, C) with O={outputs}, of x's dtype or float32, got "
+                f"{w2.shape} in {w2.dtype}"
+            )
+        outputs = w2.shape[1]
+    backend = _dispatch.select(
+        operation,
+        implementation,
+        arrays=(x, w_IO, b, w2),
+        dtype=x.dtype,
+        rows=math.prod(x.shape[:-1]),
+        inputs=w_IO.shape[0],
+        outputs=w_IO.shape[1],
+        numerics=numerics,
+    )
     if backend == "reference":
         y = reference(x, w_IO, b, activation=activation).astype(x.dtype)
-        return checked_linear("mlp", y, w2, None, "reference", numerics)
+        return y if w2 is None else checked_linear("mlp", y, w2, None, "reference", numerics)
     options = Options(activation, backend, numerics, output_major, implementation)
 
     def call(given, w, b, w2):
         args = *separate(given, numerics.flat(x)), w, b, w2, options
-        return numerics.call("mlp", _mlp, *args).reshape(*x.shape[:-1], w2.shape[1])
+        return numerics.call(operation, _mlp, *args).reshape(*x.shape[:-1], outputs)
 
-    return automatic(call, x, w2)(given, w, b, w2)
+    return automatic(call, x, w_IO if w2 is None else w2)(given, w, b, w2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,20 +241,6 @@ _dispatch.register(
     ],
     facts=Facts,
 )
-
-
-def _select(operation, implementation, arrays, numerics):
-    x, w, *_ = arrays
-    return _dispatch.select(
-        operation,
-        implementation,
-        arrays=arrays,
-        dtype=x.dtype,
-        rows=math.prod(x.shape[:-1]),
-        inputs=w.shape[0],
-        outputs=w.shape[1],
-        numerics=numerics,
-    )
 
 
 def reference(x, w, b=None, *, activation: str = "gelu"):
@@ -296,69 +297,32 @@ class Options:
         return _calls.looped(self.name, launch, rule=Rule(axes, "n* o"))(*args)
 
 
-def _linear(kernel, activation, x, w, b, implementation, numerics):
-    check(kernel, x, w, b)
-    backend = _select(kernel, implementation, (x, w, b), numerics)
-    if backend == "reference":
-        return reference(x, w, b, activation=activation).astype(x.dtype)
-    options = Options(activation, backend, numerics)
-
-    def call(x, w, b):
-        args = separate(x, numerics.flat(x))[0], w, b, options
-        y_NO = _calls.differentiable(kernel, _activated, *args)
-        return y_NO.reshape(*x.shape[:-1], w.shape[1])
-
-    return automatic(call, x, w)(x, w, b)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _activated(x_NI, w_IO, b_O, options: Options):
-    numerics = options.numerics
-    operands = numerics.activation(x_NI), numerics.weight(w_IO)
-    return hidden(options, *operands, b_O, x_NI.dtype, save=False)[0].rows
-
-
-def _activated_forward(x_NI, w_IO, b_O, options):
-    x, w = options.numerics.activation(x_NI), options.numerics.weight(w_IO)
-    y, saved_NO = _calls.saved(options.name, hidden(options, x, w, b_O, x_NI.dtype))
-    return y.rows, (x, w, like(w_IO), b_O, saved_NO)
-
-
-def _activated_backward(options, saved, dy_NO):
-    x, w, w_like, b_O, saved_NO = saved
-    numerics = options.numerics
-    du, db_O, _ = hidden_gradient(options, dy_NO, saved_NO, b_O)
-    dx_NI = numerics.input_gradient(du, w, dy_NO.dtype)
-    dw_IO = numerics.weight_gradient(x, du)
-    return dx_NI, split_like(dw_IO, w_like), None if b_O is None else db_O.astype(b_O.dtype)
-
-
-_activated.defvjp(_activated_forward, _activated_backward)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _mlp(x_NI, converted: Operand | None, w, b_O, w2_OC, options: Options):
     numerics = options.numerics
     if numerics.quantized:
         # The Mosaic kernel without FP8 does not support fp32. "auto" tries it first.
         named = "auto" if options.implementation == "mosaic" else options.implementation
-        how = {"numerics": numerics.plain, "implementation": named}
-        how |= {"activation": options.activation, "output_major": options.output_major}
-        return activated_mlp(x_NI, w, b_O, w2_OC, **how)
+        how = options.activation, options.output_major, numerics.plain, named
+        return _checked("mlp", x_NI, w, b_O, w2_OC, *how)
     operands = numerics.activation(x_NI), numerics.weight(w, options.output_major)
     y, _ = hidden(options, *operands, b_O, x_NI.dtype, save=False)
-    return numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)
+    return y.rows if w2_OC is None else numerics.product(y, numerics.weight(w2_OC), x_NI.dtype)
 
 
 def _mlp_forward(x_NI, converted, w, b_O, w2_OC, options):
     numerics, dtype = options.numerics, x_NI.dtype
-    x, w2 = numerics.input(x_NI, converted), numerics.weight(w2_OC)
+    x = numerics.input(x_NI, converted)
+    w2 = None if w2_OC is None else numerics.weight(w2_OC)
     w_operand = numerics.weight(w, options.output_major)
-    y, saved_NO = _calls.saved("mlp", hidden(options, x, w_operand, b_O, dtype))
-    numerics.count("hidden", y)
-    y_NC = numerics.product(y, w2, dtype)
-    y = None if options.recomputes(dtype) else y.only("k_major")
-    operands = x.only("k_major"), w_operand.only("rows"), y, w2.only("rows")
+    name = options.name if w2 is None else "mlp"
+    y, saved_NO = _calls.saved(name, hidden(options, x, w_operand, b_O, dtype))
+    y_NC, second = y.rows, (None, None)
+    if w2 is not None:
+        numerics.count("hidden", y)
+        y_NC = numerics.product(y, w2, dtype)
+        second = None if options.recomputes(dtype) else y.only("k_major"), w2.only("rows")
+    operands = x.only("k_major"), w_operand.only("rows"), *second
     return y_NC, (operands, saved_NO, like((w, w2_OC)), b_O)
 
 
@@ -366,7 +330,9 @@ def _mlp_backward(options, saved, dy_NC):
     (x, w, y, w2), saved_NO, (w_like, w2_like), b_O = saved
     numerics, dtype = options.numerics, dy_NC.dtype
     dy = numerics.output_gradient(dy_NC)
-    if options.backend == "mosaic" and _why_not_du(dy, w2) is None:
+    if w2 is None:
+        du, db_O, _ = hidden_gradient(options, dy_NC, saved_NO, b_O)
+    elif options.backend == "mosaic" and _why_not_du(dy, w2) is None:
         stored = options.stored(dtype)
         w2_OC = w2.rows if stored.k_major else w2.rows.astype(dtype)
         scale = None if dy.scale is None else dy.scale.value
@@ -382,9 +348,11 @@ def _mlp_backward(options, saved, dy_NC):
     numerics.count("hidden_gradient", du)
     dx_NI = numerics.input_gradient(du, w, dtype)
     dw = numerics.weight_gradient(x, du, options.output_major)
-    dw2_OC = numerics.weight_gradient(y_again if y is None else y, dy)
+    dw2_OC = None if w2 is None else numerics.weight_gradient(y_again if y is None else y, dy)
     db_O = None if b_O is None else db_O.astype(b_O.dtype)
-    return dx_NI, None, dw.astype(w_like.dtype), db_O, dw2_OC.astype(w2_like.dtype)
+    gradients, weights = (dw, dw2_OC), (w_like, w2_like)
+    dw, dw2_OC = jax.tree.map(lambda gradient, w: gradient.astype(w.dtype), gradients, weights)
+    return dx_NI, None, dw, db_O, dw2_OC
 
 
 _mlp.defvjp(_mlp_forward, _mlp_backward)
