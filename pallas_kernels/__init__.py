@@ -4,6 +4,14 @@ Each folder holds one operation: its mathematics, a plain-JAX `reference()`, one
 end, and public functions whose `implementation=` argument names the back end. "auto" selects the
 fastest back end that supports the device, dtype and shape; a named back end runs or raises.
 `select` returns the name of the back end that an operation uses.
+
+Unless the docstring of a folder says otherwise:
+
+    mosaic: Hopper (TMA and wgmma). Differentiable once, in reverse mode.
+    triton: NVIDIA GPUs from Ampere on. Differentiable once, in reverse mode.
+    xla: plain JAX; any device. Differentiable in reverse mode, its gradient in both modes.
+    reference: the definition in fp32 with true fp32 matmuls; any device. JAX differentiates it:
+        forward mode and higher derivatives work.
 """
 
 from pallas_kernels._dispatch import select

@@ -11,9 +11,7 @@ of dqkv would read three arrays as large as the residual stream. The kernels' su
 Shapes: B batch, T time, C channels, H heads, D head dimension; N = B·T.
 
 Back ends: the back ends of `flash_attention_qkv`. With `mosaic` the attention kernels compute db;
-the other back ends sum dqkv. `reference` also uses the reference of `linear`: forward mode and
-higher derivatives work. The other back ends are differentiable once, in reverse mode; the gradient
-of `xla` is differentiable in both modes.
+the other back ends sum dqkv. `reference` also uses the reference of `linear`.
 """
 
 import functools

@@ -25,15 +25,13 @@ N rows the caller divides by N.
 
 Back ends:
     triton: one program per row. The program loads the row from HBM, loads the row again from the L2
-        cache, and overwrites the row. NVIDIA GPUs from Ampere on.
+        cache, and overwrites the row.
         On logits that are sharded over the columns, each device runs plain JAX between two
         all-reduces of the rows: of the maxima, and of the sums of exp and the targets' logits.
-    xla: plain JAX with fp32 statistics; any device.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
-        work, through all results. Any device.
-triton and xla are differentiable in reverse mode: the losses and lse, and only with respect to the
-logits; triton once. The gradient of xla is differentiable in both modes. The derivative of lse
-reads the logits again, in plain JAX.
+    xla: plain JAX with fp32 statistics.
+    reference: as in pallas_kernels/__init__.py, through all results.
+triton and xla are differentiable with respect to the logits only: the losses and lse. The
+derivative of lse reads the logits again, in plain JAX.
 """
 
 import dataclasses

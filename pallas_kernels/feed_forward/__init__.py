@@ -18,16 +18,10 @@ The forward pass saves the derivative y'(u) in x's dtype. The derivative costs a
 than the activation, and as much memory as u. `triton` in fp32 saves x w instead: x w is in memory
 anyway.
 
-Back ends:
-    mosaic: Hopper (TMA and wgmma); bf16 or fp16, sizes that its tiles divide: on sharded arrays,
-        rows of each device.
-    triton: NVIDIA GPUs from Ampere on, any size. bf16 or fp16 in one kernel; in fp32 the matmul is
-        XLA's, and one kernel adds bias and activation.
-    xla: plain JAX; any device.
-    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
-        higher derivatives work. Any device.
-mosaic and triton are differentiable once, in reverse mode. The gradient of xla is differentiable
-in both modes.
+Back ends (xla and reference as in pallas_kernels/__init__.py):
+    mosaic: bf16 or fp16, sizes that its tiles divide: on sharded arrays, rows of each device.
+    triton: any size. bf16 or fp16 in one kernel; in fp32 the matmul is XLA's, and one kernel adds
+        bias and activation.
 
 Numerics (pallas_kernels/gemm/numerics.py): in FP8, y and du are stored in both layouts, and the
 backward pass reads the derivative of GELU in e4m3, or of relu² the activation.

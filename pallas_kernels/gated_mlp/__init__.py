@@ -19,16 +19,11 @@ reads g and u. Arithmetic between matmuls is fp32 in every dtype; g, u, h, dg, d
 once. In FP8 (pallas_kernels/gemm/numerics.py), x, h and [dg | du] are stored in FP8 for the
 matmuls; [w_gate | w_up] have one scale.
 
-Back ends. XLA computes the matmuls that no back end names:
+Back ends (xla and reference as in pallas_kernels/__init__.py). XLA computes the matmuls that no
+back end names:
     mosaic: the matmul for g and u computes h, and the matmul for dh computes dg, du and h. 16-bit
-        and FP8 matmuls on Hopper, for sizes that its tiles divide: on sharded arrays, rows of each
-        device.
-    triton: one kernel for h, and one for dg, du and h. NVIDIA GPUs from Ampere on.
-    xla: plain JAX; any device.
-    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
-        higher derivatives work. Any device.
-mosaic and triton are differentiable once, in reverse mode. The gradient of xla is differentiable in
-both modes.
+        and FP8 matmuls, for sizes that its tiles divide: on sharded arrays, rows of each device.
+    triton: one kernel for h, and one for dg, du and h.
 """
 
 import dataclasses

@@ -2,11 +2,8 @@
 
     y = x W + b      dx = dy Wᵀ      dW = xᵀ dy      db = Σ_n dy
 
-Back ends:
-    xla: XLA's matmuls, with operands by the call's numerics (pallas_kernels/gemm). Differentiable
-        once, in reverse mode. Any device.
-    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
-        higher derivatives work. Any device.
+Back ends (reference as in pallas_kernels/__init__.py):
+    xla: XLA's matmuls, with operands by the call's numerics (pallas_kernels/gemm). Any device.
 
 Shapes: N rows (all leading axes of x), I inputs, O outputs.
 """

@@ -25,10 +25,8 @@ Back ends:
         (`classifier`), one sums dx, and dW stays sharded.
     xla: plain JAX. All logits at once, or `chunk` tokens at a time, recomputed in the backward
         pass.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
-        work.
-fused is differentiable once, in reverse mode. The gradient of xla is differentiable in both
-modes.
+    reference: as in pallas_kernels/__init__.py.
+fused is differentiable once, in reverse mode.
 
 With numerics="fp8", the three matmuls of "fused" are in FP8 where the call is differentiated. The
 classifier stores dlogits in e5m2, and a separate pass transposes dlogits. A call that is not

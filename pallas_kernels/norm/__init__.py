@@ -26,14 +26,9 @@ Shapes: N rows (all leading axes), C channels, S statistics (mean and rstd, or r
 Statistics, sums and the arithmetic are fp32 in every dtype. The forward pass saves total and the
 statistics.
 
-Back ends:
-    triton: one pass over memory forward and one backward, plus a sum of C-vectors. NVIDIA GPUs from
-        Ampere on.
-    xla: plain JAX that saves the same arrays; any device.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
-        work. Any device.
-triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
-modes.
+Back ends (reference as in pallas_kernels/__init__.py):
+    triton: one pass over memory forward and one backward, plus a sum of C-vectors.
+    xla: plain JAX that saves the same arrays.
 """
 
 import dataclasses

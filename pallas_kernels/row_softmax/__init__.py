@@ -10,14 +10,9 @@ pass saves y. The result of a row of only −∞ is NaN, as in `jax.nn.softmax`.
 
 Library: the shipped models compute their softmax in attention and in the loss.
 
-Back ends:
+Back ends (xla and reference as in pallas_kernels/__init__.py):
     triton: a short row stays in registers between its load and its store; a long row is read again
-        from the cache. NVIDIA GPUs from Ampere on.
-    xla: plain JAX; any device.
-    reference: the definition, in fp32, its gradients by JAX: forward mode and higher derivatives
-        work. Any device.
-triton is differentiable once, in reverse mode. The gradient of xla is differentiable in both
-modes.
+        from the cache.
 """
 
 import dataclasses

@@ -4,14 +4,10 @@ Shapes: M rows, K columns; any leading axes are a batch of matrices. Results are
 the kernels compute only the tiles on and above the diagonal, n(n+1)/2 of n². Each tile above the
 diagonal is stored a second time, transposed. Sums are fp32 and rounded once, also in b·a + c·a a.
 
-Back ends:
-    mosaic: Hopper (TMA and wgmma through Pallas Mosaic GPU). bf16 or fp16, sides that are multiples
-        of 64.
-    xla: a batched matmul; any device. The result is exactly symmetric only if the library's matmul
-        result is exactly symmetric.
-    reference: the definition in fp32 with true fp32 matmuls, its gradients by JAX: forward mode and
-        higher derivatives work. Any device.
-mosaic is differentiable once, in reverse mode. The gradient of xla is differentiable in both modes.
+Back ends (reference as in pallas_kernels/__init__.py):
+    mosaic: bf16 or fp16, sides that are multiples of 64.
+    xla: a batched matmul. The result is exactly symmetric only if the library's matmul result is
+        exactly symmetric.
 """
 
 import dataclasses

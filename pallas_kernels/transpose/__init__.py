@@ -14,12 +14,11 @@ A bf16 matmul reads operands in either order and needs no transposed copy. These
 TF32 matmuls, and for arrays with different orders of axes. For example, the gradient of an LM head
 (C, V) is added to the gradient of an embedding (V, C).
 
-Back ends:
-    triton: one pass over memory in tiles. NVIDIA GPUs from Ampere on.
-    xla: plain JAX; any device. The compiler may fuse the transpose into the next operation.
+Back ends (triton as in pallas_kernels/__init__.py):
+    triton: one pass over memory in tiles.
+    xla: plain JAX, also in forward mode and to any order. The compiler may fuse the transpose into
+        the next operation.
     reference: as xla.
-triton is differentiable once, in reverse mode; xla and reference also in forward mode and to any
-order.
 """
 
 import dataclasses
