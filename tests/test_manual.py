@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import document_options
-import draw_speed
+import draw
 
 from gptjax import Config, OptimizerConfig
 
@@ -79,10 +79,11 @@ def test_the_page_of_options_has_every_option():
 
 
 def test_the_picture_of_the_speed_is_drawn_from_the_results(tmp_path):
-    speeds = [draw_speed.throughput(*case) for _, *case in draw_speed.CASES]
+    steps = ROOT / "benchmarks" / "results" / "step"
+    speeds = [draw.throughput(steps / file, *sizes) for _, file, *sizes in draw.SPEEDS]
     assert all({*speed} == {"gptjax", "llm.c", "PyTorch 2.11, compiled"} for speed in speeds)
     assert [round(speed["llm.c"] / 1000) for speed in speeds] == [569, 186]
-    assert draw_speed.main(["--out", str(tmp_path / "speed.png")]) == 0
+    assert draw.main([str(steps), str(tmp_path)]) == 0
     assert (tmp_path / "speed.png").stat().st_size > 10_000
 
 

@@ -3,10 +3,12 @@ picture for each file.
 
     python benchmarks/tools/draw.py benchmarks/results/kernels docs/images/kernels
     python benchmarks/tools/draw.py benchmarks/results/learning/RUNS.jsonl docs/images
+    python benchmarks/tools/draw.py benchmarks/results/step docs/images  # speed.png
 
 Of kernels a bar is the speed of an implementation, as a share of the GPU's ceiling; cases without a
 target are left out. Of ladder it is the tokens/s of a rung, of profile the time of a part. Of runs
-the picture has the validation loss over steps and over seconds of training.
+the picture has the validation loss over steps and over seconds of training. Of the folder step, one
+picture has the tokens/s of gptjax, llm.c and PyTorch.
 """
 
 import argparse
@@ -27,6 +29,14 @@ COLOURS = {"mosaic": BLUE, "auto": BLUE, "gptjax": BLUE, "triton": GREEN}
 COLOURS |= {"xla": GREY, "cudnn": DARK_GREY, "torch": ORANGE}
 COLOURS |= {"torch.compile": LIGHT_ORANGE}
 PASS_COLOURS = dict(zip(PASSES, (BLUE, VIOLET, ORANGE, GREEN), strict=True))
+# Title, result of `step`, tokens of a step, and milliseconds of llm.c's train_gpt2cu, which was
+# measured in another run (docs/benchmarks.md).
+SPEEDS = [
+    ("bf16, 64 × 1024 tokens", "bf16_64.json", 65_536, 115.2),
+    ("TF32, 32 × 1024 tokens", "tf32_32.json", 32_768, 176.3),
+]
+NAMES = {"gptjax": "gptjax", "torch": "PyTorch 2.11, compiled"}
+SPEED_COLOURS = {"gptjax": BLUE, "llm.c": GREEN, "PyTorch 2.11, compiled": ORANGE}
 CEILINGS = {"memory": "copy rate", "bf16": "bf16 matmul"}
 # A text to the right of a point, on a background that hides grid lines.
 BESIDE = {
@@ -47,6 +57,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("pictures", type=Path, help="folder: NAME.png for each file NAME")
     parser.add_argument("--groups", nargs="+", help="only these groups of runs")
     options = parser.parse_args(argv)
+    if options.results.name == "step":
+        draw_speed(options.results, out := options.pictures / "speed.png")
+        print(f"wrote {out}")
+        return 0
     is_folder = options.results.is_dir()
     for file in sorted(options.results.glob("*.json")) if is_folder else [options.results]:
         out = options.pictures / f"{file.stem}.png"
@@ -91,6 +105,30 @@ def draw_ladder(result: dict, path: Path) -> None:
     size = f"{first['model']}, {first['batch']} × {first['sequence_length']} tokens a step"
     label = "tokens/s of a full training step (× over the rung before)"
     _draw(path, bars, f"{result['device']}, {result['date']}: {size}", label)
+
+
+def throughput(file: Path, tokens: int, llmc_ms: float) -> dict[str, float]:
+    """Return the tokens per second of each program."""
+    found = {NAMES[row["system"]]: row["tokens/s"] for row in results.read(file)["rows"]}
+    return found | {"llm.c": 1000 * tokens / llmc_ms}
+
+
+def draw_speed(folder: Path, path: Path) -> None:
+    """Draw the throughput of gptjax, llm.c and PyTorch in each precision."""
+    with picture(path, (7, 2.6)) as axes:
+        style_bars(axes)
+        y = 0.0
+        for title, file, *sizes in SPEEDS:
+            speeds = throughput(folder / file, *sizes)
+            axes.annotate(title, (0, y), weight="bold", **BESIDE)
+            for name, colour in SPEED_COLOURS.items():
+                y += 1
+                axes.barh(y, speeds[name], height=0.8, color=colour)
+                axes.annotate(f"{name}  {speeds[name]:,.0f}", (speeds[name], y), **BESIDE)
+            y += 1.4
+        axes.set(ylim=(y, -1), xlim=(0, 850_000), yticks=[])
+        axes.set_xlabel("tokens per second of training, GPT-2 124M on one H200")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
 
 
 def draw_profile(result: dict, path: Path) -> None:
