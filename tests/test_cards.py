@@ -63,8 +63,3 @@ def test_the_results_have_every_kernel_on_every_card(tool):
         if any(back_end.name == "triton" for back_end in entry.back_ends)
     }
     assert found == expected
-
-
-def test_the_page_has_the_table_of_the_results(tool):
-    page = (ROOT / "docs" / "cards.md").read_text(encoding="utf-8")
-    assert tool.table(results.read(RESULTS)["rows"]) in page

@@ -11,6 +11,7 @@ from typing import Any
 
 import _back_ends
 import learning
+from compile_for_cards import CARDS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "benchmarks" / "results"
@@ -235,6 +236,26 @@ def back_ends_table(results: Results) -> str:
     return markdown(*_back_ends.table())
 
 
+def cards_table(results: Results) -> str:
+    """Most shared memory of an operation's Triton kernels on each GPU, in KB. Operations with equal
+    cells share a line; up to 16 KB are left out."""
+    kb: dict[str, dict[int, float]] = {}
+    dtypes: dict[str, dict[str, None]] = {}
+    for row in results["cards"]["rows"]:
+        name, capability = row["operation"], row["capability"]
+        most = kb.setdefault(name, {})
+        most[capability] = max(most.get(capability, 0), row["shared_kb"])
+        dtypes.setdefault(name, {})[{"bfloat16": "bf16", "float32": "fp32"}[row["dtype"]]] = None
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, most in kb.items():
+        if max(most.values()) > 16:
+            cells = ", ".join(dtypes[name]), *(f"{most[capability]:g}" for capability in CARDS)
+            alike.setdefault(cells, []).append(f"`{name}`")
+    head = "operation", "dtypes", *(f"{card.names} (sm_{c})" for c, card in CARDS.items())
+    limits = "*limit*", "", *(f"*{card.shared_kb}*" for card in CARDS.values())
+    return markdown(head, [limits, *((", ".join(same), *cells) for cells, same in alike.items())])
+
+
 DOCS = Path("docs")
 # Name → page from the repository's root, and the function that returns the table.
 TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
@@ -245,4 +266,5 @@ TABLES: dict[str, tuple[Path, Callable[[Results], str]]] = {
     "fp8_step": (DOCS / "precision.md", fp8_step_table),
     "learning": (DOCS / "training.md", learning_table),
     "back_ends": (DOCS / "cards.md", back_ends_table),
+    "cards": (DOCS / "cards.md", cards_table),
 }

@@ -149,36 +149,5 @@ def _kernel_tools():
     return kernel_tools
 
 
-def table(rows: Sequence[dict]) -> str:
-    """Return the Markdown table of docs/cards.md: the most shared memory of an operation's kernels
-    on each GPU, in KB. Operations with equal cells share a row; up to 16 KB are left out."""
-    heads = [f"{card.names} (sm_{capability})" for capability, card in CARDS.items()]
-    lines = [
-        f"| operation | dtypes | {' | '.join(heads)} |",
-        f"| --- | --- | {' | '.join('---' for _ in heads)} |",
-        f"| *limit* | | {' | '.join(f'*{card.shared_kb}*' for card in CARDS.values())} |",
-    ]
-    names: dict[tuple[str, ...], list[str]] = {}
-    for operation in dict.fromkeys(row["operation"] for row in rows):
-        own = [row for row in rows if row["operation"] == operation]
-        if any(row["error"] or row["shared_kb"] > 16 for row in own):
-            dtypes = ", ".join(dict.fromkeys(SHORT[row["dtype"]] for row in own))
-            cells = [_cell([row for row in own if row["capability"] == c]) for c in CARDS]
-            names.setdefault((dtypes, *cells), []).append(f"`{operation}`")
-    lines += [f"| {', '.join(same)} | {' | '.join(cells)} |" for cells, same in names.items()]
-    return "\n".join(lines)
-
-
-SHORT = {"bfloat16": "bf16", "float32": "fp32"}
-
-
-def _cell(rows: Sequence[dict]) -> str:
-    if not rows:
-        return "–"
-    if any(row["error"] for row in rows):
-        return "does not fit"
-    return f"{max(row['shared_kb'] for row in rows):g}"
-
-
 if __name__ == "__main__":
     sys.exit(main())
