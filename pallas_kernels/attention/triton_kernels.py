@@ -8,7 +8,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from pallas_kernels.attention.triton_rows import LOG2E, load_each, load_rows, store_rows
+from pallas_kernels.attention.triton_rows import load_each, load_rows, store_rows
 from pallas_kernels.attention.triton_tf32 import (
     evens_first,
     load_transposed,
@@ -16,7 +16,7 @@ from pallas_kernels.attention.triton_tf32 import (
     rounded,
     transposed_offset,
 )
-from pallas_kernels.row_softmax.triton import LOWEST
+from pallas_kernels.row_softmax.triton import LOG2E, LOWEST
 
 # Rounded to TF32, finite fp32 numbers from this one on are ∞.
 TOO_LARGE = tl.constexpr(2.0**127 * (2 - 2.0**-11))

@@ -9,13 +9,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.attention.triton_rows import (
-    LOG2E,
-    load_each,
-    load_rows,
-    padded,
-    store_rows,
-)
+from pallas_kernels.attention.triton_rows import load_each, load_rows, padded, store_rows
+from pallas_kernels.row_softmax.triton import LOG2E
 
 
 def delta(out_BTHD, dout_BTHD, lse_BHT=None, *, rows: int = 0, zeros: int = 0, sums: bool = False):

@@ -6,8 +6,6 @@ Shapes: R rows of a block, P the head dimension padded to a power of two.
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
 
 def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))

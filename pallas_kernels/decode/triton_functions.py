@@ -19,7 +19,7 @@ latency of the loads overlaps with the latency of the exchange.
 import triton
 import triton.language as tl
 
-from pallas_kernels.row_softmax.triton import LOG2E
+from pallas_kernels.row_softmax.triton import LOG2E, add_pairs
 
 ABSENT = tl.constexpr(-1)
 # Row numbers up to 2²⁴ are exact in fp32.
@@ -252,11 +252,6 @@ def load_biases(ptr, first, stop, TILES: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def mean_and_rstd(sum_N, square_N, EPS: tl.constexpr, K: tl.constexpr):
     """Return the mean and 1 / √(variance + EPS) of K values, from partial sums of values and of
     squares. Both sums use one reduction over threads.
@@ -264,7 +259,7 @@ def mean_and_rstd(sum_N, square_N, EPS: tl.constexpr, K: tl.constexpr):
     The variance is E[x²] − E[x]². fp32 is precise enough if |mean| is at most some tens of standard
     deviations. The docstring of `decode_step` has measured errors.
     """
-    total, squares = tl.reduce((sum_N, square_N), 0, _add_pairs)
+    total, squares = tl.reduce((sum_N, square_N), 0, add_pairs)
     mean = total / K
     return mean, tl.rsqrt(tl.maximum(squares / K - mean * mean, 0.0) + EPS)
 

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 # gelu(u) = u·σ(v) and v = GELU_1·u + GELU_3·u³.
 GELU_1 = 2 * (2 / jnp.pi) ** 0.5
 GELU_3 = 0.044715 * GELU_1
-LOG2_E = 1.4426950408889634
 
 
 def gelu(u):

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.feed_forward.activations import GELU_1, GELU_3, LOG2_E
+from pallas_kernels.feed_forward.activations import GELU_1, GELU_3
 from pallas_kernels.gemm.numerics import HiddenFormat
 from pallas_kernels.gemm.operands import largest
 from pallas_kernels.gemm.triton import ROWS, clipped, launch, store_transposed, tile_of
+from pallas_kernels.row_softmax.triton import LOG2E
 
-LINEAR, CUBIC, LOG2_E = tl.constexpr(GELU_1), tl.constexpr(GELU_3), tl.constexpr(LOG2_E)
+LINEAR, CUBIC = tl.constexpr(GELU_1), tl.constexpr(GELU_3)
 
 
 @triton.jit
@@ -29,7 +30,7 @@ def activate(u, ACTIVATION: tl.constexpr):
     """Return the activation and its derivative, both fp32."""
     if ACTIVATION == "gelu":
         u2 = u * u
-        e = tl.exp2(u * -LOG2_E * (u2 * CUBIC + LINEAR))
+        e = tl.exp2(u * -LOG2E * (u2 * CUBIC + LINEAR))
         s = 1.0 / (1.0 + e)
         y = u * s
         # Compute 1 − s as e·s: the difference loses digits if s is near 1. If s is 0, e may be

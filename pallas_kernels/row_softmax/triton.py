@@ -257,3 +257,9 @@ def together(m_R, s_R, SCALE: tl.constexpr):
     """Combine maximum and sum over all R."""
     m = tl.max(m_R, 0)
     return m, tl.sum(s_R * tl.exp2((m_R - m) * SCALE), 0)
+
+
+@triton.jit
+def add_pairs(a, b, c, d):
+    """Combine two sums of one reduction."""
+    return a + c, b + d

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.row_softmax.triton import LOG2E
+from pallas_kernels.row_softmax.triton import LOG2E, add_pairs
 
 BLOCK = 8192
 """Largest number of logits of a tile of the first pass."""
@@ -107,11 +107,6 @@ def load_tile(aligned_ptr, shift, start, FULL: tl.constexpr, V: tl.constexpr, BL
 
 
 @triton.jit
-def _add_pairs(a, b, c, d):
-    return a + c, b + d
-
-
-@triton.jit
 def lower_bound(highest_V, highest_key, k, few, DTYPE: tl.constexpr, BLOCK: tl.constexpr):
     """Return a lower bound of the k-th logit, and the number of lane maxima that reach the bound.
 
@@ -135,7 +130,7 @@ def lower_bound(highest_V, highest_key, k, few, DTYPE: tl.constexpr, BLOCK: tl.c
                 over = over + ((highest_V >= float_of(middles[i], DTYPE)).to(tl.int32),)
             # Each sum packs two counts of 16 bits.
             counts = tl.reduce(
-                (over[0] + (over[1] << 16), over[2] + (over[3] << 16)), 0, _add_pairs
+                (over[0] + (over[1] << 16), over[2] + (over[3] << 16)), 0, add_pairs
             )  # fmt: skip
             for i in tl.static_range(4):
                 count = counts[i // 2] & 65535 if i % 2 == 0 else counts[i // 2] >> 16
