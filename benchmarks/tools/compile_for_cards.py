@@ -23,7 +23,7 @@ from gptjax.bench.results import Row, print_table
 from gptjax.doctor.kernels import complete
 from pallas_kernels import _dispatch
 
-ROOT = Path(__file__).parents[2]
+sys.path.append(str(Path(__file__).parents[2] / "tests"))
 ROWS = 65536
 DTYPES = ("bfloat16", "float32")
 OPERATIONS = tuple(name for name, entry in _dispatch.OPERATIONS.items() if entry.examples)
@@ -112,11 +112,12 @@ def compiled(
 
 def _row(example: _dispatch.Example, capability: int) -> dict | None:
     """Compile the kernels of an example; None if it has none in Triton."""
-    tools = _kernel_tools()
+    import kernel_tools
+
     # A kernel is recorded when it is traced: a cached trace of another capability has none.
     jax.clear_caches()
     try:
-        kernels = tools.triton_kernels(
+        kernels = kernel_tools.triton_kernels(
             complete(example, "triton"), *example.shapes, capability=capability
         )
     except ValueError as error:
@@ -137,16 +138,6 @@ def _row(example: _dispatch.Example, capability: int) -> dict | None:
         spilling = sorted({kernel.name for kernel in kernels if kernel.spill_bytes})
         row["error"] = f"{', '.join(spilling)} spill"
     return row
-
-
-def _kernel_tools():
-    """Import the compiler that the tests use."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    try:
-        import kernel_tools
-    finally:
-        sys.path.pop(0)
-    return kernel_tools
 
 
 if __name__ == "__main__":
