@@ -172,6 +172,19 @@ def triton_on_cpu(monkeypatch):
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
 
 
+def on_gpu(*cases: tuple) -> list:
+    """Return parameters of a test that need a GPU."""
+    return [pytest.param(*case, marks=pytest.mark.gpu) for case in cases]
+
+
+@pytest.fixture
+def interpreter(request):
+    """The interpreter of the test's parameter `back_end`, unless the case needs a GPU."""
+    name = request.getfixturevalue("back_end")
+    if name in ("triton", "mosaic") and "gpu" not in request.keywords:
+        request.getfixturevalue(f"{name}_on_cpu")
+
+
 @pytest.fixture(params=["xla", "triton"])
 def backend(request):
     """Each of both back ends on the CPU."""

@@ -218,13 +218,6 @@ def drawn(tree, seed=0, lead=()):
     return jax.tree.map(draw, tree)
 
 
-@pytest.fixture
-def interpreter(request):
-    """Triton's interpreter, where the test's back end is Triton's."""
-    if request.getfixturevalue("back_end") == "triton":
-        request.getfixturevalue("triton_on_cpu")
-
-
 # ------------------------------------------------------------- value, gradients and transformations
 
 

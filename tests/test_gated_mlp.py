@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200, unchecked
+from kernel_tools import lower_for_h200, on_gpu, unchecked
 from rule_tools import check
 
 from pallas_kernels import swiglu
@@ -38,23 +39,14 @@ def plain(x, w_gate, w_up, w_down):
     return matmul(jax.nn.silu(matmul(x, w_gate)) * matmul(x, w_up), w_down)
 
 
-def compare(implementation, args):
-    f = functools.partial(swiglu, implementation=implementation, precision="highest")
-    check(f, plain, reference, args)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("implementation", ["triton", "xla"])
-def test_output_and_gradients(implementation, dtype, shape, triton_on_cpu):
-    compare(implementation, arrays(*shape, dtype))
-
-
 @pytest.fixture
-def small_tiles(mosaic_on_cpu, monkeypatch):
-    """Tiles that a CPU can go through: two blocks that share a weight, and several tiles each."""
+def small_tiles(interpreter, request, monkeypatch):
+    """On a CPU, tiles that it can go through: two blocks that share a weight, and several tiles
+    each."""
     from pallas_kernels.gated_mlp import mosaic
 
+    if "gpu" in request.keywords:
+        return
     for name, columns in (("FORWARD", 128), ("BACKWARD", 64)):
         small = {"rows": 128, "columns": columns, "stages": 2, "group": 2}
         tiles = {n: dataclasses.replace(t, **small) for n, t in getattr(mosaic, name).items()}
@@ -62,15 +54,25 @@ def small_tiles(mosaic_on_cpu, monkeypatch):
     monkeypatch.setattr("pallas_kernels.gemm.mosaic.MOST_WASTED", 0.5)
 
 
-@pytest.mark.parametrize(
-    "dtype, shape",
-    [
-        (jnp.bfloat16, ((512,), 64, 224, 128)),  # the last tile of both matmuls is cut
-        (jnp.float16, ((2, 128), 128, 64, 64)),
-    ],
-)
-def test_mosaic_on_a_cpu(small_tiles, dtype, shape):
-    compare("mosaic", arrays(*shape, dtype))
+LLAMA = ((4096,), 768, 2432, 768)  # llama3-124m; the last tiles are cut
+CASES = [
+    *itertools.product(("triton", "xla"), DTYPES, SHAPES),
+    ("mosaic", jnp.bfloat16, ((512,), 64, 224, 128)),  # the last tile of both matmuls is cut
+    ("mosaic", jnp.float16, ((2, 128), 128, 64, 64)),
+    *on_gpu(
+        # Not in fp32, in which the reference is off by a unit in the last place, too.
+        *(("triton", dtype, SHAPES[0]) for dtype in DTYPES[1:]),
+        *(("triton", jnp.bfloat16, shape) for shape in (SHAPES[1], LLAMA)),
+        ("mosaic", jnp.bfloat16, LLAMA),
+        ("mosaic", jnp.float16, ((2, 512), 2048, 8192, 2048)),  # llama3-1b
+    ),
+]
+
+
+@pytest.mark.parametrize("back_end, dtype, shape", CASES, ids=str)
+def test_output_and_gradients(back_end, dtype, shape, small_tiles):
+    f = functools.partial(swiglu, implementation=back_end, precision="highest")
+    check(f, plain, reference, arrays(*shape, dtype))
 
 
 def test_reference_is_the_definition():
@@ -144,35 +146,6 @@ def test_several_matrices_in_one_matmul():
         np.testing.assert_allclose(jnp.concatenate(dws, axis=1), dw_joined, rtol=1e-6)
     with pytest.raises(ValueError, match=r"expected x \(\.\.\., I\).*\(8, 3\), \(7, 6\)"):
         unchecked(linear)(x, (ws[0], ws[1][:7]))
-
-
-# In fp32 the reference, too, is off by a unit in the last place: the large array is in 16 bits.
-HALVES = [jnp.bfloat16, jnp.float16]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "dtype, shape",
-    [
-        *((dtype, SHAPES[0]) for dtype in HALVES),
-        *((jnp.bfloat16, shape) for shape in (SHAPES[1], ((4096,), 768, 2432, 768))),
-    ],
-    ids=str,
-)
-def test_triton_on_the_gpu(dtype, shape):
-    compare("triton", arrays(*shape, dtype))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "dtype, shape",
-    [
-        (jnp.bfloat16, ((4096,), 768, 2432, 768)),  # llama3-124m; the last tiles are cut
-        (jnp.float16, ((2, 512), 2048, 8192, 2048)),  # llama3-1b
-    ],
-)
-def test_mosaic_on_the_gpu(dtype, shape):
-    compare("mosaic", arrays(*shape, dtype))
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import triton_kernels
+from kernel_tools import on_gpu, triton_kernels
 from rule_tools import check as check_rule
 from rule_tools import refused, with_gradients
 
@@ -133,11 +133,34 @@ FORMS = [
     # More rows than a program takes at once, of GPT-2's width.
     (BIASED, (50, 768), jnp.bfloat16),
 ]
+GPU_FORMS = [
+    (BIASED, (2, 1024, 768), jnp.bfloat16),  # GPT-2 124M
+    # GPT-2 XL: C is no power of two, a row lies in several warps
+    (Norm(), (999, 1600), jnp.bfloat16),
+    (BIASED, (301, 769), jnp.float16),  # no row but the first is aligned
+    (Norm(), (1, 3), jnp.float32),  # less than a warp
+    (BIASED, (3, 8191), jnp.bfloat16),  # the longest, and no access is aligned
+    (Norm(centred=False), (1000, 64), jnp.bfloat16),  # many rows in a warp
+    # an fp32 residual stream
+    (Norm(residual_bias=True, out_dtype=BF16), (500, 768), jnp.float32),
+    (Norm(residual=False, parameters=None), (500, 768), jnp.bfloat16),
+    (BIASED, (9000, 768), jnp.bfloat16),  # more than the table's few
+    (BIASED, (9000, 768), jnp.float32),
+    (Norm(residual_bias=True, parameters=None), (500, 768), jnp.bfloat16),
+    (Norm(centred=False, scaled=False, residual=False), (500, 768), jnp.bfloat16),
+]
 
 
-@pytest.mark.parametrize("norm, shape, dtype", FORMS, ids=str)
-def test_outputs_and_gradients(backend, norm, shape, dtype):
-    check(norm, backend, shape, dtype)
+@pytest.mark.parametrize(
+    "back_end, norm, shape, dtype",
+    [
+        *((back_end, *form) for back_end in ("xla", "triton") for form in FORMS),
+        *on_gpu(*(("triton", *form) for form in GPU_FORMS)),
+    ],
+    ids=str,
+)
+def test_outputs_and_gradients(back_end, norm, shape, dtype, interpreter):
+    check(norm, back_end, shape, dtype)
 
 
 def test_a_mean_far_from_zero_costs_no_precision(backend):
@@ -246,14 +269,17 @@ def test_errors():
 FP8 = {"numerics": "fp8"}
 
 
-def check_rows(backend, n, c):
+@pytest.mark.parametrize(
+    "back_end, n, c", [("xla", 36, 48), ("triton", 36, 48), *on_gpu(("triton", 4096, 768))]
+)
+def test_rows_in_fp8(back_end, n, c, interpreter):
     """y in FP8 is a conversion of y, and its cotangent is that of y."""
     x, residual, scale, *vectors = BIASED.arrays((2, n // 2, c), jnp.bfloat16)
     # One gain is so large that the conversion clips.
     args = x, residual, scale.at[3].set(90.0), *vectors
-    f, fp8 = BIASED.call(backend), BIASED.call(backend, **FP8)
+    f, fp8 = BIASED.call(back_end), BIASED.call(back_end, **FP8)
     y, total = jax.jit(f)(*args)
-    fp32 = BIASED.call(backend, out_dtype=jnp.float32)(*args)[0].reshape(n, c)
+    fp32 = BIASED.call(back_end, out_dtype=jnp.float32)(*args)[0].reshape(n, c)
     factor = Fp8().activation_scale
     expected = quantize(fp32, factor, E4M3, implementation="xla").rows.astype(jnp.float32)
 
@@ -277,10 +303,6 @@ def check_rows(backend, n, c):
     assert float(expected.max()) == 448
     same_grads = jax.jit(lambda *args: jax.vjp(f, *args)[1]((y, total)))(*args)
     jax.tree.map(np.testing.assert_array_equal, grads, same_grads)
-
-
-def test_rows_in_fp8(backend):
-    check_rows(backend, 36, 48)
 
 
 def test_no_rows_in_fp8(backend):
@@ -326,36 +348,3 @@ def test_compiled_code_of_fp8():
     kernels = triton_kernels(lambda *args: jax.vjp(f, *args)[0], *args)
     (kernel,) = [k for k in kernels if k.name == "norm_forward"]
     assert kernel.spill_bytes == 0 and "cvt.rn.satfinite.e4m3x2.f32" in kernel.ptx
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-
-@pytest.mark.gpu
-def test_rows_in_fp8_on_the_gpu():
-    check_rows("triton", 4096, 768)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "norm, shape, dtype",
-    [
-        (BIASED, (2, 1024, 768), jnp.bfloat16),  # GPT-2 124M
-        # GPT-2 XL: C is no power of two, a row lies in several warps
-        (Norm(), (999, 1600), jnp.bfloat16),
-        (BIASED, (301, 769), jnp.float16),  # no row but the first is aligned
-        (Norm(), (1, 3), jnp.float32),  # less than a warp
-        (BIASED, (3, 8191), jnp.bfloat16),  # the longest, and no access is aligned
-        (Norm(centred=False), (1000, 64), jnp.bfloat16),  # many rows in a warp
-        # an fp32 residual stream
-        (Norm(residual_bias=True, out_dtype=BF16), (500, 768), jnp.float32),
-        (Norm(residual=False, parameters=None), (500, 768), jnp.bfloat16),
-        (BIASED, (9000, 768), jnp.bfloat16),  # more than the table's few
-        (BIASED, (9000, 768), jnp.float32),
-        (Norm(residual_bias=True, parameters=None), (500, 768), jnp.bfloat16),
-        (Norm(centred=False, scaled=False, residual=False), (500, 768), jnp.bfloat16),
-    ],
-    ids=str,
-)
-def test_triton_on_the_gpu(norm, shape, dtype):
-    check(norm, "triton", shape, dtype)

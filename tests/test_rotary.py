@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200, unchecked
+from kernel_tools import lower_for_h200, on_gpu, unchecked
 from rule_tools import check
 
 from pallas_kernels import rotary_qkv, select
@@ -30,14 +30,37 @@ def arrays(b, t, h, g, d, e, dtype, tables=1, times=1):
     return qkv, jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)
 
 
-def compare(implementation, case, dtype):
+RULE_CASES = [
+    *(("triton", case, jnp.float32) for case in CASES.values()),
+    # The dtype changes loads and stores alone: all dtypes for one case of each layout of pairs.
+    *(
+        (back_end, CASES[name], dtype)
+        for name in ("speedrun, paired", "llama")
+        for back_end, dtype in (*(("triton", d) for d in DTYPES[1:]), ("xla", jnp.bfloat16))
+    ),
+    *on_gpu(
+        *(("triton", case, jnp.bfloat16) for case in CASES.values()),
+        *(
+            ("triton", case, dtype)
+            for case in (
+                (1, 4096, 6, 6, 128, 32, NORM | {"pair_heads": True}),
+                (3, 1000, 32, 8, 64, 32, {"pairs": "halves"}),
+            )
+            for dtype in DTYPES[:2]
+        ),
+    ),
+]
+
+
+@pytest.mark.parametrize("back_end, case, dtype", RULE_CASES, ids=str)
+def test_output_and_gradient(back_end, case, dtype, interpreter):
     b, t, h, g, d, e, how = case
     times = 2 if "pair_heads" in how else 1
     qkv, cos, sin = arrays(b, t, h, g, d, e, dtype, tables=b, times=times)
     options = Options(h, g, **how)
 
     def ours(qkv):
-        how_called = {"heads": h, "key_heads": g, "implementation": implementation}
+        how_called = {"heads": h, "key_heads": g, "implementation": back_end}
         return rotary_qkv(qkv, cos, sin, **how, **how_called)
 
     def plain(qkv):
@@ -52,22 +75,6 @@ def compare(implementation, case, dtype):
         return tuple(x.astype(dtype) for x in results)
 
     check(ours, plain, lambda qkv: reference(qkv, cos, sin, options), (qkv,))
-
-
-# The dtype changes loads and stores alone: all dtypes for one case of each layout of pairs.
-ALL_DTYPES = [*(("triton", dtype) for dtype in DTYPES), ("xla", jnp.bfloat16)]
-
-
-@pytest.mark.parametrize(
-    "implementation, name, dtype",
-    [
-        (implementation, name, dtype)
-        for name in CASES
-        for implementation, dtype in ALL_DTYPES[: 4 if name in ("speedrun, paired", "llama") else 1]
-    ],
-)
-def test_output_and_gradient(implementation, name, dtype, triton_on_cpu):
-    compare(implementation, CASES[name], dtype)
 
 
 def test_reference_is_the_definition():
@@ -124,23 +131,3 @@ def test_errors(triton_on_cpu):
     qkv, cos, sin = arrays(2, 4, 2, 2, 24, 3, jnp.float32)
     with pytest.raises(ValueError, match="powers of two, not 24, 3 and 18"):
         rotary_qkv(qkv, cos, sin, heads=2, implementation="triton")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "case, dtype",
-    [
-        *((case, jnp.bfloat16) for case in CASES.values()),
-        *(
-            (case, dtype)
-            for case in (
-                (1, 4096, 6, 6, 128, 32, NORM | {"pair_heads": True}),
-                (3, 1000, 32, 8, 64, 32, {"pairs": "halves"}),
-            )
-            for dtype in DTYPES[:2]
-        ),
-    ],
-    ids=str,
-)
-def test_triton_on_the_gpu(case, dtype):
-    compare("triton", case, dtype)

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_tools import on_gpu
 from rule_tools import refused, with_gradients
 
 from pallas_kernels import _triton
 from pallas_kernels.transpose import transpose_add, transpose_copy, transpose_sum_rows
 
 # src, and the dtypes of dst and src
-CASES = [
+SHAPES = [
     ((128, 64), jnp.float32, jnp.float32),  # whole tiles
     ((128, 64), jnp.bfloat16, jnp.bfloat16),
     ((1, 5), jnp.float32, jnp.float32),  # a row
@@ -24,6 +25,24 @@ CASES = [
     ((33, 65), jnp.bfloat16, jnp.float32),
     ((33, 65), jnp.float16, jnp.bfloat16),
     *((shape, jnp.float32, jnp.bfloat16) for shape in ((0, 5), (5, 0), (0, 3, 5))),
+]
+BOTH = ("xla", "triton")
+CASES = [
+    *((back_end, *case, True) for back_end in BOTH for case in SHAPES),
+    *((back_end, (33, 65), jnp.bfloat16, jnp.bfloat16, False) for back_end in BOTH),
+    *on_gpu(
+        ("triton", (768, 50304), jnp.float32, jnp.bfloat16, True),  # GPT-2's head
+        ("triton", (301, 1003), jnp.float16, jnp.float16, False),  # both ragged, nothing aligned
+        ("triton", (3, 65, 200), jnp.float32, jnp.float32, True),  # ragged in a batch
+        ("triton", (1, 7), jnp.bfloat16, jnp.float32, True),  # less than a tile
+    ),
+]
+# The shapes above, a column and a row, in each item size.
+SUMS = {(shape, src) for shape, _, src in SHAPES}
+SUMS |= {((64, 1), jnp.float32), ((1, 64), jnp.bfloat16)}
+SUM_CASES = [
+    *((back_end, *case) for back_end in BOTH for case in sorted(SUMS, key=str)),
+    *on_gpu(*(("triton", shape, jnp.float32) for shape in ((8192, 2304), (3, 65, 200), (1, 7)))),
 ]
 
 
@@ -39,15 +58,15 @@ def turned(x):
     return np.swapaxes(np.asarray(x), -1, -2)
 
 
-def check(backend, shape, dst_dtype, src_dtype, *, in_place=True):
+def check(back_end, shape, dst_dtype, src_dtype, in_place):
     """Values and gradients, all of them bit for bit."""
     dst, src, direction = arrays(shape, dst_dtype, src_dtype)
-    copy = functools.partial(transpose_copy, implementation=backend)
+    copy = functools.partial(transpose_copy, implementation=back_end)
     out, (dsrc,) = jax.jit(with_gradients(copy))((src,), direction)
     np.testing.assert_array_equal(out, turned(src))
     np.testing.assert_array_equal(dsrc, turned(direction.astype(src_dtype)))
 
-    add = functools.partial(transpose_add, in_place=in_place, implementation=backend)
+    add = functools.partial(transpose_add, in_place=in_place, implementation=back_end)
     out, (ddst, dsrc) = jax.jit(with_gradients(add))((dst, src), direction)
     assert (out.dtype, ddst.dtype, dsrc.dtype) == (dst_dtype, dst_dtype, src_dtype)
     exact = np.asarray(dst, np.float64) + turned(src).astype(np.float64)
@@ -57,33 +76,22 @@ def check(backend, shape, dst_dtype, src_dtype, *, in_place=True):
     np.testing.assert_array_equal(dsrc, turned(direction.astype(src_dtype)))
 
 
-@pytest.mark.parametrize("shape, dst, src", CASES, ids=str)
-def test_values_and_gradients(backend, shape, dst, src):
-    check(backend, shape, dst, src)
+@pytest.mark.parametrize("back_end, shape, dst, src, in_place", CASES, ids=str)
+def test_values_and_gradients(back_end, shape, dst, src, in_place, interpreter):
+    check(back_end, shape, dst, src, in_place)
 
 
-def test_out_of_place(backend):
-    check(backend, (33, 65), jnp.bfloat16, jnp.bfloat16, in_place=False)
-
-
-def check_sum(backend, shape, dtype):
+@pytest.mark.parametrize("back_end, shape, dtype", SUM_CASES, ids=str)
+def test_a_transpose_and_its_sums(back_end, shape, dtype, interpreter):
     """The transpose bit for bit; the sums against fp64, by the rounding of an fp32 sum of so many
-    numbers."""
+    numbers. Memory that the allocator gives to the outputs was full of NaN before."""
     src = arrays(shape, dtype, dtype)[1]
-    out, sums = jax.jit(functools.partial(transpose_sum_rows, implementation=backend))(src)
+    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.float32) for _ in range(4)])
+    out, sums = jax.jit(functools.partial(transpose_sum_rows, implementation=back_end))(src)
     assert out.dtype == dtype and sums.dtype == jnp.float32
     np.testing.assert_array_equal(out, turned(src))
     size = np.abs(np.asarray(src, np.float64)).sum(-2)
     assert (np.abs(sums - np.asarray(src, np.float64).sum(-2)) <= 2e-6 * size).all()
-
-
-# Shapes of CASES, a column and a row, in each item size.
-SUMS = {(shape, src) for shape, _, src in CASES} | {((64, 1), jnp.float32), ((1, 64), jnp.bfloat16)}
-
-
-@pytest.mark.parametrize("shape, dtype", sorted(SUMS, key=str), ids=str)
-def test_a_transpose_and_its_sums(backend, shape, dtype):
-    check_sum(backend, shape, dtype)
 
 
 def test_a_transpose_and_its_sums_under_vmap(backend):
@@ -102,15 +110,7 @@ def test_64_bit_offsets(triton_on_cpu, monkeypatch):
     launch = kernels._launch
     assert launch(jax.ShapeDtypeStruct((1, 2**16, 2**15), jnp.bfloat16))["INDEX"] == tl.int64
     monkeypatch.setattr(kernels, "_launch", lambda *args: launch(*args) | {"INDEX": tl.int64})
-    check("triton", (33, 65), jnp.bfloat16, jnp.bfloat16)
-
-
-def test_the_sum_is_rounded_once(backend):
-    """An addend rounded to dst's bf16 first would already be 1."""
-    dst = jnp.full((2, 2), 2.0**-7, jnp.bfloat16)
-    src = jnp.full((2, 2), 1 + 2.0**-8, jnp.float32)
-    total = transpose_add(dst, src, implementation=backend)
-    np.testing.assert_array_equal(total, np.float32(1 + 2.0**-7 + 2.0**-8).astype(jnp.bfloat16))
+    check("triton", (33, 65), jnp.bfloat16, jnp.bfloat16, True)
 
 
 def test_dst_is_left_alone_where_it_lives_on(backend):
@@ -141,29 +141,6 @@ def test_errors():
 
 
 # ---------------------------------------------------------------------------------------------- GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "shape, dst, src, in_place",
-    [
-        ((768, 50304), jnp.float32, jnp.bfloat16, True),  # GPT-2's head
-        ((301, 1003), jnp.float16, jnp.float16, False),  # both ragged, nothing aligned
-        ((3, 65, 200), jnp.float32, jnp.float32, True),  # ragged in a batch
-        ((1, 7), jnp.bfloat16, jnp.float32, True),  # less than a tile
-    ],
-    ids=str,
-)
-def test_triton_on_the_gpu(shape, dst, src, in_place):
-    check("triton", shape, dst, src, in_place=in_place)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(8192, 2304), (3, 65, 200), (1, 7)], ids=str)
-def test_a_transpose_and_its_sums_on_the_gpu(shape):
-    """What the outputs are written to was full of NaN before."""
-    jax.block_until_ready([jnp.full(shape, jnp.nan, jnp.float32) for _ in range(4)])
-    check_sum("triton", shape, jnp.float32)
 
 
 @pytest.mark.gpu
