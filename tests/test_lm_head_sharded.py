@@ -70,22 +70,49 @@ def collectives(text):
     return sorted(sizes)
 
 
+GRID = PartitionSpec("devices", "vocabulary")
+COLUMNS = ROWS, PartitionSpec("vocabulary"), ROWS, ROWS, ROWS
+
+
+def mesh_of_columns(kind):
+    """Two shards of the vocabulary; with four devices two of the rows, too."""
+    shape = jax.device_count() // 2, 2
+    return jax.make_mesh(shape, ("devices", "vocabulary"), axis_types=(kind,) * 2)
+
+
 @kinds
 @pytest.mark.parametrize("loss", ["mean", "weighted", "lse"])
 @pytest.mark.parametrize("chunk", [None, 16])
-def test_values_and_collectives(chunk, loss, kind):
-    """Rows are never moved. The gradient of w is summed; if the cotangents may differ, it is also
-    in the branch that computes it again, as is the gradient of lse. Single numbers: the loss, and
-    whether the cotangents differ."""
-    run, arrays = compiled(kind, loss, implementation="fused", chunk=chunk)
+@pytest.mark.parametrize("sharded", ["rows", "vocabulary"])
+def test_values_and_collectives(sharded, chunk, loss, kind):
+    """Rows are never moved. Single numbers that are reduced: the loss, and whether the cotangents
+    differ.
+
+    Of sharded rows, the gradient of w is summed; if the cotangents may differ, it is also in the
+    branch that computes it again, as is the gradient of lse.
+
+    Of a sharded vocabulary, each chunk of rows is reduced twice: its maxima, and its sums of exp,
+    targets and logits. The gradient of x is summed, and that of w stays sharded. The branch that
+    computes the latter again and the gradient of lse reduce maxima and sums of exp.
+    """
+    how = {"implementation": "fused", "chunk": chunk}
+    if sharded == "vocabulary":
+        how |= {"mesh": mesh_of_columns(kind), "specs": COLUMNS}
+    run, arrays = compiled(kind, loss, **how)
     found = run(*arrays)
     right = jax.jit(gradients(lm_head.reference, loss))(*drawn())
     for ours, expected in zip(*map(jax.tree.leaves, (found, right)), strict=True):
         np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-6)
-    assert found[1][0].sharding.is_equivalent_to(arrays[0].sharding, 2)
-    sizes = collectives(run.as_text())
-    assert [size for size in sizes if size not in (1, V * C)] == []
-    assert sizes.count(V * C) == (3 if loss == "lse" else 2)
+    for gradient, array in zip(found[1], arrays, strict=False):
+        assert gradient.sharding.is_equivalent_to(array.sharding, 2)
+    expected = [V * C] * (3 if loss == "lse" else 2)
+    if sharded == "vocabulary":
+        parts, passes = jax.device_count() // 2, 1 + (loss == "lse")
+        rows = N // parts
+        k = chunk or rows
+        expected = [k] * (rows // k) * (4 + 2 * passes) + [rows * C] * passes
+        expected += [V // 2 * C] * (1 + passes) * (parts > 1)
+    assert [size for size in collectives(run.as_text()) if size != 1] == sorted(expected)
 
 
 @kinds
@@ -142,40 +169,6 @@ def test_vmap_and_shard_map_of_chunks(loss):
 # ------------------------------------------------------------------------------ vocabulary-parallel
 
 
-GRID = PartitionSpec("devices", "vocabulary")
-COLUMNS = ROWS, PartitionSpec("vocabulary"), ROWS, ROWS, ROWS
-
-
-def mesh_of_columns(kind):
-    """Two shards of the vocabulary; with four devices two of the rows, too."""
-    shape = jax.device_count() // 2, 2
-    return jax.make_mesh(shape, ("devices", "vocabulary"), axis_types=(kind,) * 2)
-
-
-@kinds
-@pytest.mark.parametrize("loss", ["mean", "weighted", "lse"])
-@pytest.mark.parametrize("chunk", [None, 16])
-def test_vocabulary_values_and_collectives(chunk, loss, kind):
-    """Each chunk of rows is reduced twice: its maxima, and its sums of exp, targets and logits. The
-    gradient of x is summed, and that of w stays sharded. The branch that computes the latter again
-    and the gradient of lse reduce maxima and sums of exp."""
-    how = {"implementation": "fused", "chunk": chunk, "specs": COLUMNS}
-    run, arrays = compiled(kind, loss, mesh_of_columns(kind), **how)
-    found = run(*arrays)
-    f = functools.partial(linear_cross_entropy, precision="highest", implementation="fused")
-    right = jax.jit(gradients(f, loss))(*drawn())
-    for ours, expected in zip(*map(jax.tree.leaves, (found, right)), strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=1e-5, atol=2e-6)
-    for gradient, array in zip(found[1], arrays, strict=False):
-        assert gradient.sharding.is_equivalent_to(array.sharding, 2)
-    parts, passes = jax.device_count() // 2, 1 + (loss == "lse")
-    rows = N // parts
-    k = chunk or rows
-    expected = [k] * (rows // k) * (4 + 2 * passes) + [rows * C] * passes
-    expected += [V // 2 * C] * (1 + passes) * (parts > 1)
-    assert [size for size in collectives(run.as_text()) if size != 1] == sorted(expected)
-
-
 def test_vocabulary_sums_are_one_collective():
     how = {"implementation": "fused", "specs": COLUMNS}
     text = compiled(AxisType.Auto, "mean", mesh_of_columns(AxisType.Auto), **how)[0].as_text()
@@ -185,7 +178,7 @@ def test_vocabulary_sums_are_one_collective():
 
 def test_vocabulary_and_rows_on_four_devices():
     """In a process of its own."""
-    tests = [__file__, "-k", "vocabulary_values"]
+    tests = [__file__, "-k", "values_and_collectives and vocabulary"]
     python("-m", "pytest", "-q", "-n", "0", *tests, TEST_DEVICES="4")
 
 
