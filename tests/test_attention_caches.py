@@ -5,6 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_tools import visible
+from reference.attention import exact_weights
 
 from gptjax.models.layers import KVCache, attention_pattern
 from pallas_kernels import flash_attention as attention
@@ -30,20 +32,6 @@ def qkv():
     return [2 * jax.random.normal(key, (B, T, n, D)) for key, n in zip(keys, heads, strict=True)]
 
 
-def pattern(q, k, *, window=None, sinks_H=None, softcap=None, scale=None):
-    """Return P in fp64, one query and one head at a time."""
-    q, k = (np.asarray(x, np.float64) for x in (q, k))
-    pattern = np.zeros((B, H, T, T))
-    for b, h, t in np.ndindex(B, H, T):
-        first = 0 if window is None else max(0, t + 1 - window)
-        scores = k[b, first : t + 1, h // (H // K)] @ q[b, t, h] * (scale or D**-0.5)
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
-        sink = 0 if sinks_H is None else np.exp(np.float64(sinks_H[h]))
-        pattern[b, h, t, first : t + 1] = np.exp(scores) / (np.exp(scores).sum() + sink)
-    return pattern
-
-
 def in_cache(q, k, v, parts=(0, 5, 6, 13), **options):
     cache = KVCache.empty((B, T + 3, K, D), k.dtype)
     sliced = [[x[:, a:b] for x in (q, k, v)] for a, b in zip(parts, parts[1:], strict=False)]
@@ -65,4 +53,6 @@ def test_the_cache_equals_the_pass_without_a_cache(options):
 def test_the_pattern_is_the_definition(options):
     q, k, _ = qkv()
     found = attention_pattern(q, k, **options)
-    np.testing.assert_allclose(found, pattern(q, k, **options), rtol=0, atol=1e-6)
+    rest = {name: x for name, x in options.items() if name != "window"}
+    seen = np.broadcast_to(visible(None, T, window=options.get("window")), (B, T, T))
+    np.testing.assert_allclose(found, exact_weights(q, k, seen, **rest)[0], rtol=0, atol=1e-6)

@@ -1,17 +1,21 @@
 """pallas_kernels.cached_attention against its definition in fp64, by the 2× rule."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison_tools import assert_within_twice, max_abs, rms
+from kernel_tools import on_gpu
+from reference.attention import exact_attention
 from rule_tools import refused, run_reference
 
 from pallas_kernels import cached_attention
 
 B, S, H, K, D = 3, 37, 8, 2, 24
+BF16, DTYPES = jnp.bfloat16, [jnp.float32, jnp.float16]
 SINKS = np.linspace(-2, 3, H, dtype=np.float32)
 OPTIONS = {
     "plain": {},
@@ -31,20 +35,12 @@ def inputs(dtype, t, lengths=(2, 20, S), *, shape=(B, S, H, K, D)):
     return *arrays, jnp.asarray(lengths, jnp.int32)
 
 
-def defined(q, k, v, lengths, *, scale=None, window=None, softcap=None, sinks_H=None):
-    """Return O in fp64, one query and one head at a time."""
-    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
-    out = np.zeros(q.shape)
-    for b, t, h in np.ndindex(*q.shape[:3]):
-        end = int(lengths[b]) - q.shape[1] + t + 1
-        keys = slice(max(0, end - window) if window else 0, max(0, end))
-        head = h // (q.shape[2] // k.shape[2])
-        z = k[b, keys, head] @ q[b, t, h] * (scale or q.shape[3] ** -0.5)
-        z = z if softcap is None else softcap * np.tanh(z / softcap)
-        p = np.exp(z)
-        sink = 0 if sinks_H is None else np.exp(np.float64(sinks_H[h]))
-        out[b, t, h] = p / max(p.sum() + sink, 1e-300) @ v[b, keys, head]
-    return out
+def defined(q, k, v, lengths, *, window=None, **options):
+    """Return O in fp64, from the equations."""
+    after_BT1 = np.asarray(lengths)[:, None, None] - np.arange(q.shape[1])[::-1][None, :, None]
+    key = np.arange(k.shape[1])
+    seen = (key < after_BT1) & (key >= (0 if window is None else after_BT1 - window))
+    return exact_attention(q, k, v, seen, **options)[0]
 
 
 def run(implementation, *args, sinks_H=None, **options):
@@ -53,21 +49,31 @@ def run(implementation, *args, sinks_H=None, **options):
 
 
 @pytest.fixture
-def small_tiles(monkeypatch, triton_on_cpu):
-    """Tiles of 16 rows and 16 keys: five queries have two tiles, and the keys three parts."""
+def small_tiles(request, monkeypatch):
+    """On a CPU, tiles of 16 rows and 16 keys: five queries have two tiles, the keys three parts."""
     from pallas_kernels.cached_attention import triton
 
-    monkeypatch.setattr(triton, "TILE_BYTES", 1)
+    if "gpu" not in request.keywords:
+        request.getfixturevalue("triton_on_cpu")
+        monkeypatch.setattr(triton, "TILE_BYTES", 1)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+ON_GPU = OPTIONS | {"window": {"window": 1000}}
+ON_GPU["all"] = OPTIONS["all"] | {"window": 1000}
+LENGTHS = (2, 4096, 1, 777, 2048, 3000, 100, 4095)
+
+
 @pytest.mark.parametrize("t", [1, 5])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
-def test_triton(dtype, t, options, small_tiles):
+@pytest.mark.parametrize(
+    "dtype, name", [*itertools.product(DTYPES, OPTIONS), *on_gpu(*((BF16, x) for x in OPTIONS))]
+)
+def test_triton(dtype, t, name, small_tiles, request):
     """The kernel does not read the keys and values after the valid ones."""
-    args, options = inputs(dtype, t), OPTIONS[options]
-    valid = (np.arange(S) < np.asarray(args[3])[:, None])[:, :, None, None]
+    args, options = inputs(dtype, t), OPTIONS[name]
+    if "gpu" in request.keywords:
+        args, options = inputs(dtype, t, LENGTHS, shape=(8, 4096, H, K, 128)), ON_GPU[name]
     q, *caches, lengths = args
+    valid = (np.arange(caches[0].shape[1]) < np.asarray(lengths)[:, None])[:, :, None, None]
     unread = [jnp.where(valid, x, jnp.nan) for x in caches]
     found = jax.jit(functools.partial(run, "triton", **options))(q, *unread, lengths)
     plain = run_reference(functools.partial(run, "xla", precision="highest", **options), *args)
@@ -122,24 +128,3 @@ def test_refusals(triton_on_cpu):
     refused(cached_attention, q, k, v, lengths, softcap=0.0, match="a positive softcap, got 0.0")
     sinks = {"sinks_H": jnp.ones(K)}
     refused(cached_attention, q, k, v, lengths, **sinks, match=r"shape \(8,\), got \(2,\)")
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("t", [1, 5])
-def test_triton_on_the_gpu(t, options):
-    options = dict(OPTIONS[options])
-    if "sinks_H" in options:
-        options["sinks_H"] = np.linspace(-2, 3, 16, dtype=np.float32)
-    if "window" in options:
-        options["window"] = 1000
-    lengths = (2, 4096, 1, 777, 2048, 3000, 100, 4095)
-    args = inputs(jnp.bfloat16, t, lengths, shape=(8, 4096, 16, 4, 128))
-    found = jax.jit(functools.partial(run, "triton", **options))(*args)
-    plain = run_reference(functools.partial(run, "xla", **options), *args)
-    exact = defined(*args, **options)
-    for norm in (rms, max_abs):
-        assert_within_twice(found, plain, exact, norm=norm, name="O")

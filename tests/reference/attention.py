@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def at_once(f):
@@ -54,3 +55,25 @@ def textbook_of_options(
         share_BTH1 = (1 - total / constant).swapaxes(1, 2)
         out += (jax.lax.stop_gradient(out).astype(jnp.float32) * share_BTH1).astype(q.dtype)
     return out, lse
+
+
+def exact_weights(q, k, seen_BTS, *, scale=None, softcap=None, sinks_H=None):
+    """Return P (B, H, T, S) and L (B, H, T) in fp64, from the equations, a row at a time."""
+    q, k = (np.asarray(x, np.float64) for x in (q, k))
+    (b, t, h, d), group = q.shape, q.shape[2] // k.shape[2]
+    weights, lse = np.zeros((b, h, t, k.shape[1])), np.full((b, h, t), -np.inf)
+    for i, j, row in np.ndindex(b, h, t):
+        keys = seen_BTS[i, row]
+        scores = k[i, keys, j // group] @ q[i, row, j] * (d**-0.5 if scale is None else scale)
+        scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
+        total = np.exp(scores).sum() + (0 if sinks_H is None else np.exp(np.float64(sinks_H[j])))
+        if total:
+            weights[i, j, row, keys], lse[i, j, row] = np.exp(scores) / total, np.log(total)
+    return weights, lse
+
+
+def exact_attention(q, k, v, seen_BTS, **options):
+    """Return O and L in fp64; the options are those of `exact_weights`."""
+    weights, lse = exact_weights(q, k, seen_BTS, **options)
+    v = np.repeat(np.asarray(v, np.float64), q.shape[2] // v.shape[2], axis=2)
+    return np.einsum("bhts,bshd->bthd", weights, v), lse
