@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison_tools import assert_within_twice, max_abs, rms
-from kernel_tools import OPTIMIZED, h200, lower_for_h200
+from kernel_tools import OPTIMIZED, h200, lower_for_h200, on_gpu
 from rule_tools import check, refused, runs_are_equal
 
 from pallas_kernels import _dispatch
@@ -119,10 +119,23 @@ def test_derivative_in_the_tails(activation):
 
 # ----------------------------------------------------------------------------- output and gradients
 
+
+@pytest.fixture
+def small_tiles(request, monkeypatch):
+    """On a CPU, tiles that it can go through."""
+    from pallas_kernels.gemm import mosaic
+
+    if "gpu" in request.keywords:
+        return
+    small = mosaic.Tiles(rows=64, columns=64, stages=2, slots=1, cluster=1)
+    monkeypatch.setattr(mosaic, "TILES_16", (dataclasses.replace(small, cluster=2), small))
+
+
+RELU = {"activation": "relu_squared"}
 CASES = [
     *(
-        ("xla", *shape, BF16, activation)
-        for activation in FUNCTIONS
+        ("xla", *shape, BF16, how)
+        for how in ({}, RELU)
         for shape in (
             ((2, 8), 16, 32),  # aligned
             ((1,), 1, 1),  # one number
@@ -130,20 +143,43 @@ CASES = [
             ((), 5, 3),  # no leading axis
         )
     ),
-    *(("xla", shape, 7, 9, FP32, a) for a in FUNCTIONS for shape in ((15,), (1,))),
-    ("xla", (3, 5), 7, 9, FP16),
-    ("xla", (3, 5), 7, 9, BF16, "gelu", HIGHEST, FP32),
+    *(("xla", shape, 7, 9, FP32, how) for how in ({}, RELU) for shape in ((15,), (1,))),
+    ("xla", (3, 5), 7, 9, FP16, {}),
+    ("xla", (3, 5), 7, 9, BF16, {"bias_dtype": FP32}),
     # Triton's interpreter multiplies the bits of bf16 as integers in `tl.dot`: fp16 here.
-    ("triton", (64,), 64, 64, FP16),  # one tile
-    ("triton", (3, 43), 40, 140, FP16),  # ragged in every axis, several tiles
-    ("triton", (65,), 33, 66, FP16, "relu_squared"),  # one past a tile
-    ("triton", (1,), 1, 1, FP16),
+    ("triton", (64,), 64, 64, FP16, {}),  # one tile
+    ("triton", (3, 43), 40, 140, FP16, {}),  # ragged in every axis, several tiles
+    ("triton", (65,), 33, 66, FP16, RELU),  # one past a tile
+    ("triton", (1,), 1, 1, FP16, {}),
+    # pairs of blocks that share w; each warpgroup has several tiles
+    ("mosaic", (256,), 128, 192, BF16, {}),
+    # single blocks, one step a tile, one warpgroup has more tiles than the other
+    ("mosaic", (384,), 64, 64, FP16, RELU),
+    *on_gpu(
+        ("mosaic", (4096,), 768, 3072, BF16, {}),  # GPT-2 124M
+        # GPT-2 XL: the widest, and fewer tiles than SMs below
+        ("mosaic", (768,), 1600, 6400, BF16, {}),
+        ("mosaic", (256,), 256, 384, FP16, RELU),
+        ("triton", (1111,), 333, 1001, BF16, {}),  # ragged in every axis
+        ("triton", (1,), 1, 1, FP16, RELU),
+        # A square output: XLA once added cuBLASLt's bias along the wrong axis.
+        ("xla", (512,), 256, 512, BF16, {}),
+        # In TF32 whole 16 bytes: with others cuBLAS need not take the tensor cores on both sides.
+        *(("triton", (1108,), 332, 1004, FP32, how | {"precision": HIGH}) for how in ({}, RELU)),
+        *(("triton", (1111,), 333, 1001, FP32, how) for how in ({}, RELU)),
+        ("triton", (4096,), 768, 3072, FP32, {"precision": HIGH}),
+        ("triton", (1,), 3, 5, FP32, {}),
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_output_and_gradients(case, triton_on_cpu):
-    check_linear(*case)
+@pytest.mark.parametrize("back_end, lead, i, o, dtype, how", CASES, ids=str)
+def test_output_and_gradients(back_end, lead, i, o, dtype, how, interpreter, small_tiles, request):
+    """On a GPU of mlp too, in the back ends that it has there."""
+    check_linear(back_end, lead, i, o, dtype, **how)
+    of_mlp = "activation" not in how and (back_end == "mosaic" or dtype == FP32)
+    if "gpu" in request.keywords and of_mlp:
+        check_mlp(back_end, *lead, i, o, i, dtype, **how)
 
 
 # N, O against the tiles of the two passes, 8×512 and 64×64; the wide one has two columns of both.
@@ -223,7 +259,16 @@ def test_errors(monkeypatch):
 # ------------------------------------------------------------------------------------------- Triton
 
 
-def check_passes(n, o, bias, activation):
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize(
+    "back_end, n, o, bias",
+    [
+        # More tiles down than one group holds.
+        *(("triton", 64 * 17 + 5, 67, bias) for bias in (True, False)),
+        *on_gpu(*(("triton", *x) for x in ((4096, 3072, 1), (1111, 1001, 0), (1, 1, 1)))),
+    ],
+)
+def test_the_passes_are_their_definition(back_end, n, o, bias, activation, interpreter):
     """Without products beside them: they are true fp32, whatever those are. Transposes are exact,
     and nothing is made that was not asked for."""
     from pallas_kernels.feed_forward import triton
@@ -258,13 +303,6 @@ def check_passes(n, o, bias, activation):
         # Of what was written: the rounding of an fp32 sum of so many numbers.
         written = np.asarray(du, np.float64)
         assert (np.abs(db - written.sum(0)) <= 2e-6 * np.abs(written).sum(0)).all()
-
-
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_passes_are_their_definition(triton_on_cpu, bias, activation):
-    """More tiles down than one group holds."""
-    check_passes(64 * 17 + 5, 67, bias, activation)
 
 
 @pytest.mark.parametrize("u", [-1e12, -100, -12, 0, 12, 100, 1e12])
@@ -328,28 +366,6 @@ def test_what_moves_the_hidden_layer_on_an_h200(precision, transposes):
 # ------------------------------------------------------------------------------------------- Mosaic
 
 
-@pytest.fixture
-def small_tiles(monkeypatch):
-    """Tiles that a CPU can go through."""
-    from pallas_kernels.gemm import mosaic
-
-    small = mosaic.Tiles(rows=64, columns=64, stages=2, slots=1, cluster=1)
-    monkeypatch.setattr(mosaic, "TILES_16", (dataclasses.replace(small, cluster=2), small))
-
-
-@pytest.mark.parametrize(
-    "n, i, o, dtype, activation",
-    [
-        # pairs of blocks that share w; each warpgroup has several tiles
-        (256, 128, 192, BF16, "gelu"),
-        # single blocks, one step a tile, one warpgroup has more tiles than the other
-        (384, 64, 64, FP16, "relu_squared"),
-    ],
-)
-def test_mosaic_on_a_cpu(mosaic_on_cpu, small_tiles, n, i, o, dtype, activation):
-    check_linear("mosaic", (n,), i, o, dtype, activation)
-
-
 @pytest.mark.parametrize(
     "n, i, o, c, rows, columns, slots, dtype",
     [
@@ -404,56 +420,25 @@ def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, 
 
 
 @pytest.mark.parametrize(
-    "width, out, kernels",
+    "width, out, numerics, kernels",
     [
-        *((768, 768, 2), (1024, 1024, 2), (1280, 1280, 2), (1600, 1600, 2)),
-        (768, 96, 1),  # no tiles divide 96: the gradient of the second product is XLA's
+        *((width, width, None, 2) for width in (768, 1024, 1280, 1600)),
+        # No tiles divide 96: the gradient of the second product is XLA's.
+        (768, 96, None, 1),
+        (1600, 1600, "fp8", 2),  # no multiple of 128: steps of 64 numbers
     ],
 )
-def test_widths_lower_for_an_h200(width, out, kernels):
+def test_widths_lower_for_an_h200(width, out, numerics, kernels):
     arrays = shapes(BF16, (4096, width), (width, 4 * width), (4 * width,), (4 * width, out))
-    f = jax.grad(functools.partial(loss, implementation="mosaic"), (0, 1, 2))
-    assert lower_for_h200(f, *arrays[:3]).count("custom_call @mosaic_gpu") == 1
-    f = jax.grad(functools.partial(loss, f=mlp, implementation="mosaic"), (0, 1, 2, 3))
+    how = {"implementation": "mosaic", "numerics": numerics}
+    f = jax.grad(functools.partial(loss, f=mlp, **how), (0, 1, 2, 3))
     assert lower_for_h200(f, *arrays).count("custom_call @mosaic_gpu") == kernels
-
-
-def test_gpt2_xl_in_fp8_lowers_for_an_h200():
-    """1,600 inputs are no multiple of 128: steps of 64 numbers."""
-    sizes = ((4096, 1600), (1600, 6400), (6400,), (6400, 1600))
-    f = functools.partial(loss, f=mlp, numerics="fp8", implementation="mosaic")
-    text = lower_for_h200(jax.grad(f, (0, 1, 2, 3)), *shapes(BF16, *sizes))
-    assert text.count("custom_call @mosaic_gpu") == 2
+    if numerics is None:
+        f = jax.grad(functools.partial(loss, implementation="mosaic"), (0, 1, 2))
+        assert lower_for_h200(f, *arrays[:3]).count("custom_call @mosaic_gpu") == 1
 
 
 # ---------------------------------------------------------------------------------------------- GPU
-
-# In TF32 whole 16 bytes: with others cuBLAS need not take the tensor cores on both sides.
-GPU_CASES = [
-    ("mosaic", 4096, 768, 3072, BF16, "gelu", HIGHEST),  # GPT-2 124M
-    # GPT-2 XL: the widest, and fewer tiles than SMs below
-    ("mosaic", 768, 1600, 6400, BF16, "gelu", HIGHEST),
-    ("mosaic", 256, 256, 384, FP16, "relu_squared", HIGHEST),
-    ("triton", 1111, 333, 1001, BF16, "gelu", HIGHEST),  # ragged in every axis
-    ("triton", 1, 1, 1, FP16, "relu_squared", HIGHEST),
-    # A square output: XLA once added cuBLASLt's bias along the wrong axis.
-    ("xla", 512, 256, 512, BF16, "gelu", HIGHEST),
-    *(
-        ("triton", *sizes, FP32, activation, precision)
-        for activation in FUNCTIONS
-        for *sizes, precision in ((1108, 332, 1004, HIGH), (1111, 333, 1001, HIGHEST))
-    ),
-    ("triton", 4096, 768, 3072, FP32, "gelu", HIGH),
-    ("triton", 1, 3, 5, FP32, "gelu", HIGHEST),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("back_end, n, i, o, dtype, activation, precision", GPU_CASES)
-def test_on_a_gpu(back_end, n, i, o, dtype, activation, precision):
-    check_linear(back_end, (n,), i, o, dtype, activation, precision)
-    if activation == "gelu" and (back_end == "mosaic" or dtype == FP32):
-        check_mlp(back_end, n, i, o, i, dtype, precision)
 
 
 @pytest.mark.gpu
@@ -480,10 +465,3 @@ def test_mosaic_over_many_tiles_and_again(n, i, o, bias):
         assert jnp.sqrt(jnp.mean((ours - theirs) ** 2)) <= 2**-7 * jnp.sqrt(jnp.mean(theirs**2))
     for _ in range(5):
         jax.tree.map(np.testing.assert_array_equal, f("mosaic"), found)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("activation", FUNCTIONS)
-@pytest.mark.parametrize("n, o, bias", [(4096, 3072, True), (1111, 1001, False), (1, 1, True)])
-def test_the_passes_on_a_gpu(n, o, bias, activation):
-    check_passes(n, o, bias, activation)

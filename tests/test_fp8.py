@@ -1,6 +1,7 @@
 """FP8: conversions bit for bit, matmuls of FP8 operands against their definition."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -8,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparison_tools import assert_within_twice
-from fp8_tools import XLAS_DEFAULT, Matmul, assert_fp8, matmuls
-from kernel_tools import triton_kernels, unchecked
+from fp8_tools import XLAS_DEFAULT, assert_fp8, matmuls
+from kernel_tools import on_gpu, triton_kernels, unchecked
 
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import _dispatch
@@ -65,16 +66,28 @@ def check_quantize(backend, shape, x_dtype, dtype, scale=4.0, rows=True, transpo
     assert out.amax == np.abs(np.asarray(x, np.float32)).max()
 
 
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16])
-def test_quantize(backend, x_dtype, dtype):
+BF16, FP32 = jnp.bfloat16, jnp.float32
+ROWS, COPY, BOTH = {}, {"rows": False, "transposed": True}, {"transposed": True}
+QUANTIZED = [
     # Several tiles both ways, ragged.
-    check_quantize(backend, (130, 260), x_dtype, dtype, transposed=True)
+    *itertools.product(["xla", "triton"], [(130, 260)], [FP32, BF16], FORMATS, [BOTH]),
+    *itertools.product(["xla", "triton"], [(33, 65)], [jnp.float16], [E4M3], [ROWS]),
+    *itertools.product(["xla", "triton"], [(33, 65)], [BF16], [E5M2], [COPY]),
+    *on_gpu(
+        *itertools.product(
+            ["triton"],
+            [(4096, 768), (1000, 333), (7, 3), (768, 2304)],
+            [BF16, FP32],
+            FORMATS,
+            [BOTH, ROWS, COPY],
+        )
+    ),
+]
 
 
-def test_quantize_one_copy(backend):
-    check_quantize(backend, (33, 65), jnp.float16, E4M3)
-    check_quantize(backend, (33, 65), jnp.bfloat16, E5M2, rows=False, transposed=True)
+@pytest.mark.parametrize("back_end, shape, x_dtype, dtype, copies", QUANTIZED, ids=str)
+def test_quantize(back_end, shape, x_dtype, dtype, copies, interpreter):
+    check_quantize(back_end, shape, x_dtype, dtype, **copies)
 
 
 def test_what_is_not_finite(backend):
@@ -173,20 +186,33 @@ def sums_bound(a, b, promoted):
     return bound
 
 
-def check_matmul(backend, m, n, k, formats, out_dtype, fast=True, options=None):
-    """At most twice the error of rounding to out_dtype; in fp32, that of the sums.
+PAIRS, SIZES, LARGE = [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], (48, 32, 64), (1024, 768, 768)
+MULTIPLIED = [
+    *itertools.product([SIZES], PAIRS, [BF16, FP32], [True], [False]),
+    ((33, 17, 70), PAIRS[2], BF16, False, False),
+    *on_gpu(
+        *itertools.product([LARGE], PAIRS, [BF16, FP32], [True, False], [False]),
+        *itertools.product([LARGE], PAIRS[:2], [BF16], [True], [True]),
+    ),
+]
+
+
+@pytest.mark.parametrize("sizes, formats, out_dtype, fast, default", MULTIPLIED, ids=str)
+def test_matmul(sizes, formats, out_dtype, fast, default, request):
+    """At most twice the error of rounding to out_dtype; in fp32, that of the sums. On a GPU
+    cuBLASLt computes it, with the scale, as training compiles it; also a matmul that XLA compiles
+    with Triton, by its default options, has FP8 operands.
 
     `scale` is a power of two, so the result is rounded once also where XLA multiplies it after the
-    rounding. Returns the executable.
-
-    Args:
-        options: XLA's options.
+    rounding.
     """
+    m, n, k = sizes
+    on_a_gpu = "gpu" in request.keywords
+    options = None if not on_a_gpu else XLAS_DEFAULT if default else compiler_options()
     a, b = operands(m, n, k, formats)
     scale = jnp.float32(2.0**-7)
-    f = functools.partial(
-        scaled_matmul, out_dtype=out_dtype, fast_accumulation=fast, implementation=backend
-    )
+    how = {"fast_accumulation": fast, "implementation": "xla"}
+    f = functools.partial(scaled_matmul, out_dtype=out_dtype, **how)
     compiled = jax.jit(f).lower(a, b, scale).compile(compiler_options=options)
     y = compiled(a, b, scale)
     assert y.dtype == out_dtype
@@ -194,24 +220,18 @@ def check_matmul(backend, m, n, k, formats, out_dtype, fast=True, options=None):
     plain = reference(a, b, scale).astype(out_dtype)
     if out_dtype == jnp.float32:  # the error of the sums remains
         error = np.abs(np.asarray(y, np.float64) - exact).max()
-        if jax.default_backend() == "cpu":  # fp32 sums
+        if not on_a_gpu:  # fp32 sums
             allowed = 2.0**-16 * np.abs(exact).max()
         else:  # cuBLASLt's accurate sums are promoted every 128 products
             allowed = float(scale) * sums_bound(a, b, promoted=k if fast else 128).max()
         assert error <= allowed, f"y: error {error:.3g} > {allowed:.3g} by {matmuls(compiled)}"
     else:
         assert_within_twice(y, plain, exact, name=f"y by {matmuls(compiled)}")
-    return compiled
-
-
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
-@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
-def test_matmul(formats, out_dtype):
-    check_matmul("xla", 48, 32, 64, formats, out_dtype)
-
-
-def test_matmul_of_ragged_sizes():
-    check_matmul("xla", 33, 17, 70, (E4M3, E5M2), jnp.bfloat16, fast=False)
+    if on_a_gpu:
+        assert_fp8(compiled, 1, cublaslt=not default)
+    if on_a_gpu and not default:
+        outside = re.findall(r" = \w+\[\d\S* multiply\(", compiled.as_text())
+        assert not outside, f"another pass multiplies the result by the scale: {outside}"
 
 
 def test_no_derivative():
@@ -278,12 +298,6 @@ def test_compiled_code(copies):
     assert sum("v2" not in s and "v4" not in s for s in stores) <= 1, stores
 
 
-@pytest.mark.parametrize("shape", [(130, 260), (7, 3)], ids=str)
-def test_transposed(triton_on_cpu, shape):
-    q = values(shape, jnp.float32).astype(E5M2)
-    assert_bits(jax.jit(transposed)(q), np.asarray(q).T)
-
-
 def test_compiled_transpose(monkeypatch):
     monkeypatch.setattr(_dispatch, "why_not_triton", lambda: None)
     (kernel,) = triton_kernels(transposed, jax.ShapeDtypeStruct((16384, 50304), E5M2))
@@ -292,70 +306,7 @@ def test_compiled_transpose(monkeypatch):
         assert access in kernel.ptx
 
 
-def test_matmuls_of_an_executable():
-    """What the GPU's tests search for. A CPU multiplies converted operands."""
-    compiled = check_matmul("xla", 48, 32, 64, (E4M3, E5M2), jnp.bfloat16)
-    (found,) = matmuls(compiled)
-    assert found.kernel == "dot" and "f8" not in found.types
-    with pytest.raises(AssertionError, match="expected 1 cuBLASLt or Triton FP8, got .dot of "):
-        assert_fp8(compiled, 1, cublaslt=False)
-    text = """
-%dot_computation (a: f8e4m3fn[32,64], b: f8e5m2[16,64]) -> bf16[32,16] {
-  %a = f8e4m3fn[32,64]{1,0} parameter(0)
-  %b = f8e5m2[16,64]{1,0} parameter(1)
-  ROOT %dot.1 = bf16[32,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={1}
-}
-
-ENTRY %main (a.1: f8e4m3fn[32,64], b.1: f16[16,64]) -> bf16[32,16] {
-  %a.1 = f8e4m3fn[32,64]{1,0} parameter(0)
-  %b.1 = f16[16,64]{1,0:T(8)} parameter(1)
-  %c = f16[32,64]{1,0} convert(%a.1)
-  %one = f32[] constant(1)
-  %s = f32[] fusion(%b.1), kind=kLoop, calls=%scale
-  %cublas-lt-matmul.1 = (bf16[32,32]{1,0}, s8[33554432]{0}) custom-call(%a.1, %a.1, %s, /*index=3*/%one), custom_call_target="__cublas$lt$matmul$f8", backend_config={}
-  %cublas-lt-matmul.2 = (bf16[32,32]{1,0}, s8[33554432]{0}) custom-call(%a.1, %a.1, %one, /*index=3*/%one), custom_call_target="__cublas$lt$matmul$f8", backend_config={}
-  ROOT %g = (f16[32,16]{1,0}, s8[4]{0}) custom-call(f16[32,64]{1,0} %c, f16[16,64]{1,0} %b.1), custom_call_target="__cublas$gemm"
-}
-"""  # noqa: E501
-    f8 = "f8e4m3fn"
-    assert matmuls(text) == [
-        Matmul("dot", f"{f8}×f8e5m2"),
-        Matmul("cuBLASLt FP8", f"{f8}×{f8}", scaled=True),
-        Matmul("cuBLASLt FP8", f"{f8}×{f8}"),
-        Matmul("cuBLAS", "f16×f16"),
-    ]
-    assert [matmul.fp8 for matmul in matmuls(text)] == [True, True, True, False]
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", FORMATS)
-@pytest.mark.parametrize("shape", [(4096, 768), (1000, 333), (7, 3), (768, 2304)], ids=str)
-@pytest.mark.parametrize("x_dtype", [jnp.bfloat16, jnp.float32])
-def test_quantize_on_the_gpu(shape, x_dtype, dtype):
-    check_quantize("triton", shape, x_dtype, dtype, transposed=True)
-    check_quantize("triton", shape, x_dtype, dtype)
-    check_quantize("triton", shape, x_dtype, dtype, rows=False, transposed=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)], ids=str)
-@pytest.mark.parametrize("out_dtype", [jnp.bfloat16, jnp.float32])
-@pytest.mark.parametrize("fast", [True, False])
-def test_matmul_on_the_gpu(formats, out_dtype, fast):
-    """As training compiles it: cuBLASLt computes it, with the scale."""
-    sizes = 1024, 768, 768
-    compiled = check_matmul("xla", *sizes, formats, out_dtype, fast, compiler_options())
-    assert_fp8(compiled, 1)
-    outside = re.findall(r" = \w+\[\d\S* multiply\(", compiled.as_text())
-    assert not outside, f"another pass multiplies the result by the scale: {outside}"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
-def test_matmul_with_xlas_default_options(formats):
-    """Also a matmul that XLA compiles with Triton has FP8 operands."""
-    compiled = check_matmul("xla", 1024, 768, 768, formats, jnp.bfloat16, options=XLAS_DEFAULT)
-    assert_fp8(compiled, 1, cublaslt=False)
+@pytest.mark.parametrize("shape", [(130, 260), (7, 3)], ids=str)
+def test_transposed(triton_on_cpu, shape):
+    q = values(shape, jnp.float32).astype(E5M2)
+    assert_bits(jax.jit(transposed)(q), np.asarray(q).T)

@@ -2,7 +2,6 @@
 
 import functools
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 from comparison_tools import assert_within_twice, rms
 from fp8_tools import XLAS_DEFAULT, assert_fp8, fake, matmuls, power_of_two
-from kernel_tools import h200, triton_kernels
+from kernel_tools import h200, on_gpu, triton_kernels
 
 from gptjax.training.compilation import compiler_options
 from pallas_kernels import _dispatch, linear, linear_relu_squared, mlp, projected_attention, swiglu
@@ -89,7 +88,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-BIASED = ("linear", "mlp")
+BIASED, KERNELS = ("linear", "mlp"), ("mosaic", "triton")
 
 
 def arrays(name, rows, inputs, outputs):
@@ -143,7 +142,7 @@ def check(name, backend, sizes, options=None):
 
 
 @pytest.mark.parametrize(
-    "name, backend, sizes",
+    "name, back_end, sizes",
     [
         ("linear", "xla", (N, C, F)),
         ("mlp", "xla", (N, C, 64)),
@@ -153,10 +152,39 @@ def check(name, backend, sizes, options=None):
         ("mlp", "triton", (80, C, 136)),  # the last tile is partly out of bounds
         ("swiglu", "triton", (N, C, F)),
         ("relu_squared", "triton", (80, C, F)),
+        *on_gpu(
+            *(("mlp", back_end, (1024, 1600, 6400)) for back_end in KERNELS),
+            *(("swiglu", back_end, (2048, 768, 2432)) for back_end in KERNELS),
+            *(("relu_squared", back_end, (2048, 768, 3072)) for back_end in (*KERNELS, "xla")),
+        ),
     ],
 )
-def test_output_and_gradients(triton_on_cpu, name, backend, sizes):
-    check(name, backend, sizes)
+def test_output_and_gradients(interpreter, name, back_end, sizes):
+    check(name, back_end, sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, back_end, sizes, fp8_matmuls",
+    [
+        ("mlp", "mosaic", (2048, 768, 3072), 4),  # two of the six are Mosaic kernels
+        ("mlp", "xla", (2048, 768, 3072), 6),
+        ("linear", "xla", (2048, 768, 2304), 3),
+    ],
+)
+def test_matmuls_of_cublaslt_on_the_gpu(name, back_end, sizes, fp8_matmuls):
+    """FP8 matmuls in cuBLASLt, no other, no transpose by XLA. The result of linear's matmul is
+    rounded after cuBLASLt adds the bias. With XLA's default options linear's matmuls, which may be
+    Triton's, have FP8 operands too."""
+    compiled = check(name, back_end, sizes, compiler_options())
+    assert_fp8(compiled, fp8_matmuls)
+    # A pattern that begins with \S+ would be tried from every character of a Mosaic kernel's text.
+    transposes = re.findall(r" = f8e\S+ transpose\(", compiled.as_text())
+    assert not transposes, f"XLA transposes operands: {transposes}"
+    if name == "linear":
+        epilogues = re.findall(r'"epilogue":"(\w+)"', compiled.as_text())
+        assert sorted(epilogues) == ["BIAS", "DEFAULT", "DEFAULT"], matmuls(compiled)
+        assert_fp8(check(name, back_end, sizes, XLAS_DEFAULT), fp8_matmuls, cublaslt=False)
 
 
 # ----------------------------------------------------------------- calls without a gradient
@@ -254,61 +282,3 @@ def test_compiled_kernels():
             functools.partial(triton.gradient, again=False, **how), u, q, b, scale
         )
     assert all(kernel.spill_bytes == 0 for kernel in kernels)
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-
-def transposes(compiled):
-    r"""The instructions with which XLA transposes FP8 operands.
-
-    A pattern that begins with \S+ is tried from every character of a Mosaic kernel's text, and did
-    not end in five minutes.
-    """
-    return re.findall(r" = f8e\S+ transpose\(", compiled.as_text())
-
-
-def test_transposes_beside_the_text_of_a_kernel():
-    text = " x = f8e5m2[2,3] transpose(y)\n kernel = " + "a" * 500_000
-    assert len(transposes(types.SimpleNamespace(as_text=lambda: text))) == 1
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "name, backend, sizes",
-    [
-        *(("mlp", backend, (1024, 1600, 6400)) for backend in ("mosaic", "triton")),
-        *(("swiglu", backend, (2048, 768, 2432)) for backend in ("mosaic", "triton")),
-        *(("relu_squared", backend, (2048, 768, 3072)) for backend in ("mosaic", "triton", "xla")),
-    ],
-)
-def test_on_the_gpu(name, backend, sizes):
-    check(name, backend, sizes)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["mosaic", "xla"])
-def test_mlp_on_the_gpu(backend):
-    """Six FP8 matmuls; two of them are Mosaic kernels."""
-    compiled = check("mlp", backend, (2048, 768, 3072), compiler_options())
-    assert_fp8(compiled, 4 if backend == "mosaic" else 6)
-    assert not (found := transposes(compiled)), f"XLA transposes operands: {found}"
-
-
-@pytest.mark.gpu
-def test_linear_on_the_gpu():
-    """Three FP8 matmuls in cuBLASLt, no other, no transpose by XLA. The matmul's result is rounded
-    after cuBLASLt adds the bias."""
-    compiled = check("linear", "xla", (2048, 768, 2304), compiler_options())
-    assert_fp8(compiled, 3)
-    assert not (found := transposes(compiled)), f"XLA transposes operands: {found}"
-    epilogues = re.findall(r'"epilogue":"(\w+)"', compiled.as_text())
-    assert sorted(epilogues) == ["BIAS", "DEFAULT", "DEFAULT"], (
-        f"epilogues {epilogues} of {matmuls(compiled)}"
-    )
-
-
-@pytest.mark.gpu
-def test_linear_with_xlas_default_options():
-    """Matmuls that XLA compiles with Triton have FP8 operands too."""
-    assert_fp8(check("linear", "xla", (2048, 768, 2304), XLAS_DEFAULT), 3, cublaslt=False)

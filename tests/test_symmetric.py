@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import lower_for_h200
+from kernel_tools import lower_for_h200, on_gpu
 from rule_tools import check, refused
 
 from pallas_kernels import _dispatch
@@ -50,11 +50,42 @@ def textbook(kernel, a):
     return d * np.broadcast_to(np.eye(a.shape[-1], dtype=a.dtype), a.shape) + (b * a + c * (a @ a))
 
 
-def check_kernel(kernel, shape, dtype, gradient=True, **keywords):
-    """Output and gradient, or the output alone."""
-    a = matrices(kernel, shape, dtype)
-    f, plain = functools.partial(FUNCTIONS[kernel], **keywords), functools.partial(textbook, kernel)
-    out, _ = check(f, plain, reference(kernel), (a,), argnums=None if gradient else ())
+BF16, FP16 = jnp.bfloat16, jnp.float16
+MOSAIC_SHAPES = [
+    (2, 128, 64),  # one tile: half of the only product is not stored
+    # six: tiles from two rows in one product, and several products for each block of threads
+    (2, 384, 192),
+]
+GPU_SHAPES = [
+    (3, 192, 192),  # the last tile is half outside
+    (2, 768, 384),  # six tiles a side, as many as in GPT-2's matrices
+    (140, 128, 128),  # more pieces of work than multiprocessors, one tile each
+]
+CASES = [
+    # Every shape in bf16, and one in the other dtypes: XLA's code depends on one or the other.
+    *itertools.product(["xla"], FUNCTIONS, SHAPES, [BF16]),
+    *itertools.product(["xla"], FUNCTIONS, SHAPES[1:2], [jnp.float32, FP16]),
+    *itertools.product(["mosaic"], FUNCTIONS, MOSAIC_SHAPES, [BF16]),
+    *on_gpu(
+        *itertools.product(["mosaic"], ["xxt", POLYNOMIAL], GPU_SHAPES, [BF16]),
+        *itertools.product(["mosaic"], ["xtx", "ba_plus_caa"], GPU_SHAPES[:1], [BF16]),
+        ("mosaic", "xxt", GPU_SHAPES[0], FP16),
+    ),
+]
+
+
+@pytest.mark.parametrize("back_end, kernel, shape, dtype", CASES, ids=str)
+def test_output_and_gradient(back_end, kernel, shape, dtype, interpreter):
+    """Of Mosaic the output alone: its gradients are the plain products of the other back ends, and
+    JAX's interpreter can starve beside them where XLA has only two threads."""
+    gradient = back_end == "xla" or (kernel == "ba_plus_caa" and _dispatch.platform() == "gpu")
+    if back_end == "mosaic" and kernel != "xxt":
+        shape = (shape[0], shape[2], shape[1])
+    how = {"implementation": back_end} | ({"precision": "highest"} if back_end == "xla" else {})
+    f, a = functools.partial(FUNCTIONS[kernel], **how), matrices(kernel, shape, dtype)
+    argnums = None if gradient else ()
+    plain = functools.partial(textbook, kernel)
+    out, _ = check(f, plain, reference(kernel), (a,), argnums=argnums)
     np.testing.assert_array_equal(np.float32(out), np.float32(out).mT)
 
 
@@ -65,19 +96,6 @@ def test_reference_is_the_definition(kernel, shape):
     exact, found = textbook(kernel, np.asarray(a, np.float64)), reference(kernel)(a)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
-
-
-# Every shape in bf16, and one in the other dtypes: XLA's code depends on one or the other.
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        *((shape, jnp.bfloat16) for shape in SHAPES),
-        *((SHAPES[1], dtype) for dtype in (jnp.float32, jnp.float16)),
-    ],
-)
-def test_xla_output_and_gradient(kernel, shape, dtype):
-    check_kernel(kernel, shape, dtype, implementation="xla", precision="highest")
 
 
 @pytest.mark.parametrize("kernel", FUNCTIONS)
@@ -110,22 +128,6 @@ def test_schedule_has_every_tile_once(n):
     assert len(work) == -(-len(tiles) // 2) and (work[:, 2] < 0).sum() <= 1
     for s, p, q, place in work:
         assert (p, q, s)[place] == s and place == (0 if p == s else 1 if q == s else 2)
-
-
-# Without gradients: they are the plain products that the other back ends have too, and JAX's
-# interpreter can starve beside them where XLA has only two threads.
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-@pytest.mark.parametrize(
-    "n, k",
-    [
-        (128, 64),  # one tile: half of the only product is not stored
-        # six: tiles from two rows in one product, and several products for each block of threads
-        (384, 192),
-    ],
-)
-def test_mosaic_output(mosaic_on_cpu, kernel, n, k):
-    shape = (2, n, k) if kernel == "xxt" else (2, k, n)
-    check_kernel(kernel, shape, jnp.bfloat16, gradient=False, implementation="mosaic")
 
 
 @pytest.mark.parametrize(
@@ -180,28 +182,3 @@ def test_what_mosaic_cannot_take_and_auto_counts_rounds(mosaic_on_cpu, monkeypat
         ("xxt", "bfloat16", (48, 768, 100), "xla"),
     ]:
         assert selected(operation, dtype, shape) == expected, (operation, dtype, shape)
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-GPU_SHAPES = [
-    (3, 192, 192),  # the last tile is half outside
-    (2, 768, 384),  # six tiles a side, as many as in GPT-2's matrices
-    (140, 128, 128),  # more pieces of work than multiprocessors, one tile each
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(
-    "kernel, shape, dtype",
-    [
-        *itertools.product(["xxt", POLYNOMIAL], GPU_SHAPES, [jnp.bfloat16]),
-        *itertools.product(["xtx", "ba_plus_caa"], GPU_SHAPES[:1], [jnp.bfloat16]),
-        ("xxt", GPU_SHAPES[0], jnp.float16),
-    ],
-    ids=str,
-)
-def test_on_the_gpu(kernel, shape, dtype):
-    shape = (shape[0], shape[2], shape[1]) if kernel != "xxt" else shape
-    gradient = kernel == "ba_plus_caa"
-    check_kernel(kernel, shape, dtype, gradient, implementation="mosaic")
