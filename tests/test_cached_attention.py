@@ -58,8 +58,11 @@ def small_tiles(request, monkeypatch):
         monkeypatch.setattr(triton, "TILE_BYTES", 1)
 
 
-ON_GPU = OPTIONS | {"window": {"window": 1000}}
-ON_GPU["all"] = OPTIONS["all"] | {"window": 1000}
+LARGER = {"window": 1000, "sinks_H": np.linspace(-2, 3, 2 * H, dtype=np.float32)}
+ON_GPU = {
+    name: {key: LARGER.get(key, x) for key, x in options.items()}
+    for name, options in OPTIONS.items()
+}
 LENGTHS = (2, 4096, 1, 777, 2048, 3000, 100, 4095)
 
 
@@ -71,7 +74,8 @@ def test_triton(dtype, t, name, small_tiles, request):
     """The kernel does not read the keys and values after the valid ones."""
     args, options = inputs(dtype, t), OPTIONS[name]
     if "gpu" in request.keywords:
-        args, options = inputs(dtype, t, LENGTHS, shape=(8, 4096, H, K, 128)), ON_GPU[name]
+        shape = (8, 4096, 2 * H, 2 * K, 128)
+        args, options = inputs(dtype, t, LENGTHS, shape=shape), ON_GPU[name]
     q, *caches, lengths = args
     valid = (np.arange(caches[0].shape[1]) < np.asarray(lengths)[:, None])[:, :, None, None]
     unread = [jnp.where(valid, x, jnp.nan) for x in caches]
