@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from attention_tools import set_tiles
 from comparison_tools import max_abs, rms
-from kernel_tools import forget_races, lower_for_h200, triton_kernels
+from kernel_tools import forget_races, lower_for_h200, on_gpu, triton_kernels
 from reference.attention import textbook_of_options
 from rule_tools import check, runs_are_equal, with_gradients
 
@@ -146,24 +146,43 @@ CASES = [
 ]
 
 
-def name(case):
-    shape, options = case
+GPU_CASES = [
+    ((1, 300, 300, 2, 2, 256, 256), {}),
+    ((1, 257, 257, 2, 1, 192, 128), {"softcap": 2.0}),
+    ((1, 300, 300, 2, 1, 64, 64), {"softcap": 2.0, "window": (90, 40), "causal": False}),
+    ((1, 200, 700, 2, 2, 128, 128), {"sinks_H": True}),
+    ((1, 200, 333, 4, 2, 64, 64), {"bias": True, "one": (0,), "query_start": 90}),
+    ((1, 300, 300, 4, 2, 64, 64), {"bias": "slopes"}),
+    ((2, 37, 53, 2, 1, 64, 64), {"segment_ids": IDS, "key_range": RANGE, "causal": False}),
+]
+NARROW = (1, 19, 35, 2, 1, 20, 40)
+RULE_CASES = [
+    *((back_end, FP32, *case) for back_end in ("xla", "triton") for case in CASES),
+    ("triton", FP16, NARROW, {"softcap": 3.0, "window": 9}),
+    ("triton", FP16, NARROW, {"bias": True, "one": (0,)}),
+    *on_gpu(
+        *(("triton", BF16, *case) for case in GPU_CASES),
+        # Tiles of its own in fp32.
+        *(("triton", FP32, *case) for case in GPU_CASES if "bias" in case[1]),
+    ),
+]
+
+
+def name(options):
     arrays = {"segment_ids", "key_range"}
     how = " ".join(f"{n}={x}" if n not in arrays else n for n, x in options.items())
-    return f"{'-'.join(map(str, shape))} {how}"
+    return how
 
 
-@pytest.mark.parametrize("shape, options", CASES, ids=map(name, CASES))
-def test_output_and_gradients(shape, options, backend, monkeypatch):
-    if backend == "triton":  # tall tiles, or wide ones
+@pytest.mark.parametrize(
+    "back_end, dtype, shape, options",
+    RULE_CASES,
+    ids=lambda x: name(x) if isinstance(x, dict) else str(x),
+)
+def test_output_and_gradients(back_end, dtype, shape, options, interpreter, request, monkeypatch):
+    if back_end == "triton" and "gpu" not in request.keywords:  # tall tiles, or wide ones
         set_tiles(monkeypatch, *((16, 32) if len(options) % 2 else (32, 16)))
-    check_options(backend, shape, FP32, **options)
-
-
-@pytest.mark.parametrize("options", [{"softcap": 3.0, "window": 9}, {"bias": True, "one": (0,)}])
-def test_fp16(options, triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16)
-    check_options("triton", (1, 19, 35, 2, 1, 20, 40), FP16, **options)
+    check_options(back_end, shape, dtype, **options)
 
 
 def test_tf32_of_unequal_shapes(triton_on_cpu, monkeypatch):
@@ -238,17 +257,6 @@ def test_vmap_of_a_bias(batch, mapped, triton_on_cpu):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5), found, true)
 
 
-def test_blocks_outside_ranges_are_not_read(triton_on_cpu, monkeypatch):
-    set_tiles(monkeypatch, 16, 16)
-    (q, k, v), *_ = arguments((1, 32, 96, 1, 1, 8, 8), FP32, {})
-    far = jnp.asarray(np.arange(96) < 32)[None, :, None, None]
-    f = lambda q, k, v: flash_attention(q, k, v, window=20, implementation="triton")
-    clean, pull = jax.vjp(f, q, k, v)
-    found, pull_found = jax.vjp(f, q, *(jnp.where(far, jnp.nan, x) for x in (k, v)))
-    np.testing.assert_array_equal(found, clean)
-    np.testing.assert_array_equal(pull_found(clean)[0], pull(clean)[0])
-
-
 @pytest.mark.parametrize(
     "dim, capability, dtype, biased",
     [
@@ -270,7 +278,7 @@ def test_wide_heads_and_biases_fit_shared_memory(dim, capability, dtype, biased)
 
 # The diagonal starts inside a block of keys, and crosses two blocks; keys, at the start or the end,
 # that no query sees. dQ is summed by whole heads if deterministic, else by split heads.
-MOSAIC_CASES = [
+MOSAIC_ON_CPU = [
     ((1, 70, 270, 2, 1, 64, 64), {}, True),
     ((1, 70, 270, 1, 1, 128, 128), {"window": 50, "scale": -0.2}, True),
     ((1, 130, 300, 1, 1, 64, 64), {"query_start": 40, "window": 150}, False),
@@ -288,13 +296,37 @@ MOSAIC_CASES = [
 ]
 
 
-@pytest.mark.parametrize("shape, options, deterministic", MOSAIC_CASES)
-def test_mosaic(shape, options, deterministic, mosaic_on_cpu):
-    args, ours, textbook = arguments(shape, FP16, options)
-    run = functools.partial(ours, "mosaic", deterministic=deterministic)
+MOSAIC_ON_GPU = [
+    ((2, 512, 4096, 8, 2, 128, 128), BF16, {}),
+    ((2, 300, 1001, 4, 2, 64, 64), BF16, {"window": 129}),
+    ((1, 77, 1000, 2, 1, 128, 128), FP16, {"window": 400, "query_start": 300}),
+    ((1, 1000, 333, 2, 2, 64, 64), BF16, {"causal": False}),
+    ((2, 700, 700, 4, 2, 128, 128), BF16, {"softcap": 50.0, "sinks_H": True}),
+    ((2, 1001, 1001, 4, 2, 64, 64), FP16, {"softcap": 2.0, "window": 200}),
+    ((2, 200, 1001, 2, 1, 64, 64), FP16, {"softcap": 30.0, "scale": -0.3}),
+    (
+        (2, 777, 777, 2, 1, 128, 128),
+        BF16,
+        {"softcap": 5.0, "segment_ids": np.sort(RNG.integers(0, 5, (2, 777)), 1).astype(np.int32)},
+    ),
+]
+MOSAIC_CASES = [
+    *(("mosaic", shape, FP16, *more) for shape, *more in MOSAIC_ON_CPU),
+    *on_gpu(*(("mosaic", *case, whole) for case in MOSAIC_ON_GPU for whole in (True, False))),
+]
+
+
+@pytest.mark.parametrize("back_end, shape, dtype, options, deterministic", MOSAIC_CASES)
+def test_mosaic(back_end, shape, dtype, options, deterministic, interpreter, request):
+    """By whole heads, on a GPU twice with equal bits, and by split heads."""
+    args, ours, textbook = arguments(shape, dtype, options)
+    run = functools.partial(ours, back_end, deterministic=deterministic)
     check(run, textbook, textbook, jax.block_until_ready(args))
     if not deterministic:
         forget_races()
+    elif "gpu" in request.keywords:
+        directions = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(run, *args))
+        runs_are_equal(with_gradients(run), args, directions, times=2)
 
 
 def test_mosaic_of_few_keys(mosaic_on_cpu):
@@ -324,52 +356,3 @@ def test_lowers_for_an_h200(shape, options):
     f = lambda *qkv: flash_attention(*qkv, **options).astype(FP32).sum()
     text = lower_for_h200(jax.grad(f, (0, 1, 2)), *args)
     assert text.count("custom_call @mosaic_gpu") == 2
-
-
-# ---------------------------------------------------------------------------------------------- GPU
-
-GPU_CASES = [
-    ((1, 300, 300, 2, 2, 256, 256), {}),
-    ((1, 257, 257, 2, 1, 192, 128), {"softcap": 2.0}),
-    ((1, 300, 300, 2, 1, 64, 64), {"softcap": 2.0, "window": (90, 40), "causal": False}),
-    ((1, 200, 700, 2, 2, 128, 128), {"sinks_H": True}),
-    ((1, 200, 333, 4, 2, 64, 64), {"bias": True, "one": (0,), "query_start": 90}),
-    ((1, 300, 300, 4, 2, 64, 64), {"bias": "slopes"}),
-    ((2, 37, 53, 2, 1, 64, 64), {"segment_ids": IDS, "key_range": RANGE, "causal": False}),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape, options", GPU_CASES, ids=map(name, GPU_CASES))
-def test_on_the_gpu(shape, options):
-    check_options("triton", shape, BF16, **options)
-    if "bias" in options:  # tiles of its own in fp32
-        check_options("triton", shape, FP32, **options)
-
-
-MOSAIC_GPU_CASES = [
-    ((2, 512, 4096, 8, 2, 128, 128), BF16, {}),
-    ((2, 300, 1001, 4, 2, 64, 64), BF16, {"window": 129}),
-    ((1, 77, 1000, 2, 1, 128, 128), FP16, {"window": 400, "query_start": 300}),
-    ((1, 1000, 333, 2, 2, 64, 64), BF16, {"causal": False}),
-    ((2, 700, 700, 4, 2, 128, 128), BF16, {"softcap": 50.0, "sinks_H": True}),
-    ((2, 1001, 1001, 4, 2, 64, 64), FP16, {"softcap": 2.0, "window": 200}),
-    ((2, 200, 1001, 2, 1, 64, 64), FP16, {"softcap": 30.0, "scale": -0.3}),
-    (
-        (2, 777, 777, 2, 1, 128, 128),
-        BF16,
-        {"softcap": 5.0, "segment_ids": np.sort(RNG.integers(0, 5, (2, 777)), 1).astype(np.int32)},
-    ),
-]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape, dtype, options", MOSAIC_GPU_CASES)
-def test_mosaic_on_the_gpu(shape, dtype, options):
-    """By whole heads, twice with equal bits, and by split heads."""
-    args, ours, textbook = arguments(shape, dtype, options)
-    whole, split = (functools.partial(ours, "mosaic", deterministic=d) for d in (True, False))
-    for f in (whole, split):
-        check(f, textbook, textbook, args)
-    directions = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), jax.eval_shape(whole, *args))
-    runs_are_equal(with_gradients(whole), args, directions, times=2)

@@ -219,15 +219,20 @@ def test_nothing_leaks_from_the_next_sequence(how, packed, triton_on_cpu, monkey
         np.testing.assert_array_equal(one[:1], other)
 
 
-def test_blocks_outside_the_window_are_not_read(triton_on_cpu, monkeypatch):
+@pytest.mark.parametrize("queries, window, far", [(96, 10, 48), (32, 20, 32)])
+def test_blocks_outside_the_window_are_not_read(queries, window, far, triton_on_cpu, monkeypatch):
+    """Nor where there are more keys than queries. dk and dv of the far keys are not defined."""
     set_tiles(monkeypatch, 16, 16)
-    (q, k, v), directions = inputs((1, 96, 1, 1, 8), jnp.float32)
-    f = functools.partial(results, call("triton", window=10, precision="highest"))
-    far = jnp.asarray(np.arange(96) < 48)[None, :, None, None]
-    found = f((q, *(jnp.where(far, jnp.nan, x) for x in (k, v))), directions)
-    for name, one, other in zip(NAMES, found, f((q, k, v), directions), strict=True):
-        axis = 2 if name == "lse" else 1
-        np.testing.assert_array_equal(*(np.take(x, range(64, 96), axis) for x in (one, other)))
+    (q, k, v), (dout, dlse) = inputs((1, 96, 1, 1, 8), jnp.float32)
+    f = functools.partial(results, call("triton", window=window, precision="highest"))
+    directions = dout[:, -queries:], dlse[..., -queries:]
+    is_far = jnp.asarray(np.arange(96) < far)[None, :, None, None]
+    changed = [jnp.where(is_far, jnp.nan, x) for x in (k, v)]
+    found, clean = (f((q[:, -queries:], *kv), directions) for kv in (changed, (k, v)))
+    for name, one, other in zip(NAMES, found, clean, strict=True):
+        time = 2 if name == "lse" else 1
+        near = range(min(one.shape[time], 32) * -1, 0)
+        np.testing.assert_array_equal(*(np.take(x, near, time) for x in (one, other)))
 
 
 @pytest.mark.parametrize("causal", [True, False])
