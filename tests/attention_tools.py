@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import forget_races
-from reference.attention import at_once
+from reference.attention import at_once, textbook
 from rule_tools import in_fp64, with_gradients
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
@@ -48,31 +48,30 @@ def segments(shape, number, seed=0):
     return {"segment_ids": ids}
 
 
-def visible(ids, time, *, causal=True, window=None):
+def seen(shape, *, causal=True, window=None, segment_ids=None, key_range=None, query_start=None):
     """B·T·S: whether query t sees key s, from the definition."""
-    t, s = np.arange(time)[:, None], np.arange(time)[None]
-    seen = (s <= t) & (s > t - (window or time)) if causal else s >= 0
-    if ids is None:
-        return np.broadcast_to(seen, (1, time, time))
-    run = np.cumsum(np.diff(ids, axis=1, prepend=0) != 0, axis=1)
-    return seen & (run[:, :, None] == run[:, None, :])
+    b, t, s = shape[:3]
+    start = s - t if query_start is None else query_start
+    position, key = np.arange(t)[:, None] + start, np.arange(s)[None]
+    left, right = window if isinstance(window, tuple) else ((window or s + t + 99) - 1, None)
+    mask = np.broadcast_to((key <= position) | (not causal), (b, t, s)).copy()
+    if window is not None:
+        mask &= (left is None) | (key >= position - (left or 0))
+        mask &= (right is None) | (key <= position + (right or 0))
+    if isinstance(segment_ids, tuple):
+        mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None]
+    elif segment_ids is not None:
+        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)
+        mask &= run[:, :, None] == run[:, None]
+    if key_range is not None:
+        mask &= (key_range[0][:, :, None] <= key) & (key <= key_range[1][:, :, None])
+    return mask
 
 
-def textbook(q, k, v, *, multiply=None, scale=None, segment_ids=None, **mask):
-    """O and L in the inputs' own dtype; the softmax alone is fp32.
-
-    Args:
-        multiply: function of (B, H, M, K) and (B, H, K, N) instead of a matmul.
-    """
-    multiply = multiply or functools.partial(jnp.matmul, precision="highest")
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    seen = jnp.asarray(visible(segment_ids, q.shape[2], **mask))[:, None]
-    scores = multiply(q, k.swapaxes(2, 3)).astype(jnp.float32) * scale
-    scores = jnp.where(seen, scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return multiply(weights, v).swapaxes(1, 2), jax.nn.logsumexp(scores, axis=-1)
+def of_mask(q, k, v, *, scale=None, multiply=None, **mask):
+    """The textbook, of a mask's options."""
+    visible = seen((*q.shape[:2], k.shape[1]), **mask)
+    return textbook(q, k, v, visible, scale=scale, multiply=multiply)
 
 
 @jax.custom_vjp
@@ -108,7 +107,7 @@ def plain_and_exact(args, directions, *, multiply=None, segment_ids=None, **mask
 
     def of(i):
         how = mask | ({} if segment_ids is None else {"segment_ids": segment_ids[i]})
-        plain = functools.partial(textbook, multiply=multiply, **how)
+        plain = functools.partial(of_mask, multiply=multiply, **how)
         exact = functools.partial(reference, return_lse=True, **how)
         parts = jax.tree.map(lambda x: x[i], (args, directions))
         return at_once(functools.partial(results, plain))(*parts), in_fp64(

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import check, inputs, results, visible
+from attention_tools import check, inputs, results, seen
 from comparison_tools import rms
 from kernel_tools import h200
 from reference.attention import exact_attention
@@ -68,9 +68,8 @@ def test_reference_is_the_definition(mask, key_heads):
     (q, k, v), _ = inputs((2, 7, 3, key_heads, 5), jnp.bfloat16)
     found = reference(q, k, v, **mask, return_lse=True)
     np.testing.assert_array_equal(reference(q, k, v, **mask), found[0])
-    how = {name: x for name, x in mask.items() if name in ("causal", "window")}
-    seen = np.broadcast_to(visible(mask.get("segment_ids"), 7, **how), (2, 7, 7))
-    exact = exact_attention(q, k, v, seen, scale=mask.get("scale"))
+    how = {name: x for name, x in mask.items() if name != "scale"}
+    exact = exact_attention(q, k, v, seen((2, 7, 7), **how), scale=mask.get("scale"))
     for ours, true in zip(found, exact, strict=True):
         assert ours.dtype == jnp.float32
         np.testing.assert_allclose(ours, true, rtol=0, atol=2e-6)

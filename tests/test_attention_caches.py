@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import visible
+from attention_tools import seen
 from reference.attention import exact_weights
 
 from gptjax.models.layers import KVCache, attention_pattern
@@ -54,5 +54,5 @@ def test_the_pattern_is_the_definition(options):
     q, k, _ = qkv()
     found = attention_pattern(q, k, **options)
     rest = {name: x for name, x in options.items() if name != "window"}
-    seen = np.broadcast_to(visible(None, T, window=options.get("window")), (B, T, T))
-    np.testing.assert_allclose(found, exact_weights(q, k, seen, **rest)[0], rtol=0, atol=1e-6)
+    visible = seen((B, T, T), window=options.get("window"))
+    np.testing.assert_allclose(found, exact_weights(q, k, visible, **rest)[0], rtol=0, atol=1e-6)

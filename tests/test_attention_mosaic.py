@@ -16,7 +16,7 @@ from attention_tools import (
     inputs,
     plain_and_exact,
     results,
-    visible,
+    seen,
 )
 from kernel_tools import h200, lower_for_h200
 from rule_tools import runs_are_equal
@@ -61,8 +61,8 @@ def forward_sizes(length, **options):
 @pytest.mark.parametrize("length", [1, 7, 64, 300, 400])
 def test_key_blocks_against_the_mask(length, causal, window):
     rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
-    seen = visible(None, length, causal=causal, window=window)[0]
-    seen = np.pad(seen, [(0, 0), (0, -length % block)])
+    mask = seen((1, length, length), causal=causal, window=window)[0]
+    mask = np.pad(mask, [(0, 0), (0, -length % block)])
     key_blocks = forward_sizes(length, causal=causal, window=window).key_blocks
     traced = jax.jit(key_blocks)
     for first in range(0, length, rows):
@@ -70,7 +70,7 @@ def test_key_blocks_against_the_mask(length, causal, window):
         assert tuple(map(int, traced(first))) == found
         start, full_start, full_stop, stop = found
         assert 0 <= start <= full_start <= full_stop <= stop
-        mine = seen[first : first + rows].reshape(-1, seen.shape[1] // block, block)
+        mine = mask[first : first + rows].reshape(-1, mask.shape[1] // block, block)
         assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
         full, ours = np.flatnonzero(mine.all((0, 2))).tolist(), list(range(full_start, full_stop))
         # With rows that are out of bounds a full block may be masked.
@@ -121,9 +121,9 @@ def test_which_way_dq_is_summed(heads, time, whole):
 def test_bounds(window):
     ids = ids_of(EDGES, OTHERS, [1] * LENGTH, [LENGTH])
     bounds = document_bounds(ids, window=window)
-    seen = visible(ids, LENGTH, window=window)
-    np.testing.assert_array_equal(bounds.first_BT, seen.argmax(2))
-    np.testing.assert_array_equal(bounds.last_BT, LENGTH - 1 - seen[:, ::-1].argmax(1))
+    mask = seen((4, LENGTH, LENGTH), segment_ids=ids, window=window)
+    np.testing.assert_array_equal(bounds.first_BT, mask.argmax(2))
+    np.testing.assert_array_equal(bounds.last_BT, LENGTH - 1 - mask[:, ::-1].argmax(1))
     # Equal rows of an id that is its own successor in the next sequence are not one document.
     np.testing.assert_array_equal(document_bounds(ids[:, :1]).last_BT, 0)
 
@@ -142,27 +142,27 @@ def test_documents_can_be_traced_with_x64(implementation):
 def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, window):
     ids = ids_of(EDGES, OTHERS)
     bounds = padded(document_bounds(ids, window=window))
-    seen = visible(ids, LENGTH, causal=causal, window=window)
-    seen = np.pad(seen, [(0, 0), (0, -LENGTH % 128), (0, -LENGTH % 128)])
+    mask = seen((2, LENGTH, LENGTH), segment_ids=ids, causal=causal, window=window)
+    mask = np.pad(mask, [(0, 0), (0, -LENGTH % 128), (0, -LENGTH % 128)])
     rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
     key_blocks = forward_sizes(LENGTH, causal=causal).key_blocks
     for b, first in itertools.product(range(2), range(0, LENGTH, rows)):
         ends = tuple(tuple(x[b, t] for x in bounds) for t in (first, first + rows - 1))
         start, full_start, full_stop, stop = map(int, key_blocks(jnp.int32(first), ends))
-        mine = seen[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
+        mine = mask[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
         assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
         full = np.flatnonzero(mine.all((0, 2))).tolist()
         # With rows that are out of bounds a full block may be masked.
         ours = list(range(full_start, full_stop))
         assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
-    seen = np.pad(seen, [(0, 0), (0, 128), (0, 128)])
+    mask = np.pad(mask, [(0, 0), (0, 128), (0, 128)])
     for head_dim, keys in mosaic_backward_kernel.KEYS.items():
         shape = (LENGTH, LENGTH, 1, 1, head_dim, FP16)
         sizes = mosaic_backward_kernel.Sizes(Options(causal=causal), *shape, True, 1)
         for b, j in np.ndindex(2, sizes.key_blocks):
             ends = bounds.first_BT[b, j * keys], bounds.last_BT[b, j * keys + keys - 1]
             found = sizes.queries_of(j, *ends)
-            mine = seen[b, :, j * keys : (j + 1) * keys].reshape(-1, sizes.queries, keys)
+            mine = mask[b, :, j * keys : (j + 1) * keys].reshape(-1, sizes.queries, keys)
             assert np.flatnonzero(mine.any((1, 2))).tolist() == list(range(*map(int, found)))
 
 

@@ -10,36 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import set_tiles
+from attention_tools import seen, set_tiles
 from comparison_tools import max_abs, rms
 from kernel_tools import forget_races, lower_for_h200, on_gpu, triton_kernels
-from reference.attention import textbook_of_options
+from reference.attention import textbook
 from rule_tools import check, runs_are_equal, with_gradients
 
 from pallas_kernels import flash_attention, flash_attention_qkv
 
 FP32, FP16, BF16 = jnp.float32, jnp.float16, jnp.bfloat16
 ARRAYS = ("sinks_H", "bias")
-
-
-def seen(shape, *, causal=True, window=None, segment_ids=None, key_range=None, query_start=None):
-    """B·T·S: whether query t sees key s, from the definition."""
-    b, t, s = shape[:3]
-    start = s - t if query_start is None else query_start
-    position, key = np.arange(t)[:, None] + start, np.arange(s)[None]
-    left, right = window if isinstance(window, tuple) else ((window or s + t + 99) - 1, None)
-    mask = np.broadcast_to((key <= position) | (not causal), (b, t, s)).copy()
-    if window is not None:
-        mask &= (left is None) | (key >= position - (left or 0))
-        mask &= (right is None) | (key <= position + (right or 0))
-    if isinstance(segment_ids, tuple):
-        mask &= segment_ids[0][:, :, None] == segment_ids[1][:, None]
-    elif segment_ids is not None:
-        run = np.cumsum(np.diff(segment_ids, axis=1, prepend=0) != 0, axis=1)
-        mask &= run[:, :, None] == run[:, None]
-    if key_range is not None:
-        mask &= (key_range[0][:, :, None] <= key) & (key <= key_range[1][:, :, None])
-    return mask
 
 
 def arguments(shape, dtype, options, seed=0):
@@ -73,7 +53,7 @@ def arguments(shape, dtype, options, seed=0):
         how = {"implementation": back_end, "precision": "highest", "return_lse": True} | how
         return finite(*flash_attention(*args[:3], **arrays, **numbers, **how))
 
-    def textbook(*args, flash=False):
+    def plain(*args, flash=False):
         arrays = dict(zip(names, args[3:], strict=True))
         bias = arrays.get("bias")
         if slopes:
@@ -83,9 +63,9 @@ def arguments(shape, dtype, options, seed=0):
             )
         extra = {"bias": bias, "sinks": arrays.get("sinks_H")}
         visible = jnp.asarray(seen(shape, **mask))
-        return finite(*textbook_of_options(*args[:3], visible, **extra, **theirs, flash=flash))
+        return finite(*textbook(*args[:3], visible, **extra, **theirs, flash=flash))
 
-    return tuple(args), ours, textbook
+    return tuple(args), ours, plain
 
 
 def shape_of_bias(shape, one):
@@ -94,9 +74,9 @@ def shape_of_bias(shape, one):
 
 
 def check_options(back_end, shape, dtype, **options):
-    args, ours, textbook = arguments(shape, dtype, options)
+    args, ours, plain = arguments(shape, dtype, options)
     norms = (rms,) if dtype == FP32 else (rms, max_abs)
-    return check(functools.partial(ours, back_end), textbook, textbook, args, norms=norms)
+    return check(functools.partial(ours, back_end), plain, plain, args, norms=norms)
 
 
 RNG = np.random.default_rng(0)
@@ -319,9 +299,9 @@ MOSAIC_CASES = [
 @pytest.mark.parametrize("back_end, shape, dtype, options, deterministic", MOSAIC_CASES)
 def test_mosaic(back_end, shape, dtype, options, deterministic, interpreter, request):
     """By whole heads, on a GPU twice with equal bits, and by split heads."""
-    args, ours, textbook = arguments(shape, dtype, options)
+    args, ours, plain = arguments(shape, dtype, options)
     run = functools.partial(ours, back_end, deterministic=deterministic)
-    check(run, textbook, textbook, jax.block_until_ready(args))
+    check(run, plain, plain, jax.block_until_ready(args))
     if not deterministic:
         forget_races()
     elif "gpu" in request.keywords:
@@ -332,9 +312,9 @@ def test_mosaic(back_end, shape, dtype, options, deterministic, interpreter, req
 def test_mosaic_of_few_keys(mosaic_on_cpu):
     """With weights near 1, dS is near 0, and the rounding of the stored output in D is left, which
     misses the rule by 4 % for these numbers. A textbook with this D has the same rounding."""
-    args, ours, textbook = arguments((1, 9, 70, 1, 1, 128, 128), FP16, {"query_start": 0}, seed=6)
+    args, ours, plain = arguments((1, 9, 70, 1, 1, 128, 128), FP16, {"query_start": 0}, seed=6)
     run = functools.partial(ours, "mosaic", deterministic=True)
-    check(run, functools.partial(textbook, flash=True), textbook, jax.block_until_ready(args))
+    check(run, functools.partial(plain, flash=True), plain, jax.block_until_ready(args))
 
 
 # ------------------------------------------------------------------------------ lowered for an H200

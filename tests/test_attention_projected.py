@@ -1,5 +1,5 @@
 """pallas_kernels.projected_attention, compared with a separate projection and attention; the
-gradient of the bias without a pass over dqkv."""
+gradient of the bias without a pass over dqkv; and the backward kernel that stores dqkv in FP8."""
 
 import functools
 
@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_tools import forget_races, lower_for_h200
+from kernel_tools import forget_races, lower_for_h200, on_gpu
 from rule_tools import check, refused
 
-from pallas_kernels.attention import flash_attention_qkv, reference
+from pallas_kernels.attention import Options, flash_attention_qkv, mosaic_backward, reference
 from pallas_kernels.attention.projected import projected_attention
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -52,8 +52,6 @@ def test_on_a_cpu():
 @pytest.mark.parametrize("triton", [True, False])
 def test_mosaic_on_a_cpu(mosaic_on_cpu, monkeypatch, request, triton, whole):
     """Without Triton's passes around Mosaic's kernel, and with them as on a GPU."""
-    from pallas_kernels.attention import mosaic_backward
-
     if triton:
         request.getfixturevalue("triton_on_cpu")
     monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: whole)
@@ -120,3 +118,68 @@ def test_errors():
 @pytest.mark.parametrize("batch, time, heads", [(4, 1024, 12), (64, 256, 12), (2, 1000, 3)])
 def test_mosaic_on_a_gpu(batch, time, heads):
     check_all("mosaic", batch, time, 64 * heads, heads=heads)
+
+
+# ---------------------------------------------------------------------------------------------- FP8
+
+
+@pytest.mark.parametrize(
+    "back_end, batch, time, heads, head_dim",
+    [
+        ("mosaic", 1, 384, 2, 64),
+        ("mosaic", 1, 128, 1, 128),
+        *on_gpu(("mosaic", 22, 1152, 12, 64), ("mosaic", 32, 512, 8, 128)),
+    ],
+)
+def test_fp8(back_end, batch, time, heads, head_dim, interpreter, monkeypatch):
+    """Compared with dqkv in 16 bits that another pass converts. Scales are powers of two and do not
+    change the rounding to e5m2. Rounding to bf16 first moves one of 64 numbers by a step of e5m2, a
+    fifth of the number: 0.2/√64 = 0.025."""
+    rng = np.random.default_rng(0)
+    channels = heads * head_dim
+    shapes = (batch, time, channels), (channels, 3 * channels), (3 * channels,)
+    x, w, b = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    args = x, 1.4 * w / channels**0.5, 0.7 * b
+    direction = jnp.asarray(rng.standard_normal((batch, time, heads, head_dim)), jnp.float32)
+
+    def loss(x, w, b):
+        how = {"heads": heads, "numerics": "fp8", "implementation": back_end}
+        out = projected_attention(x.astype(jnp.bfloat16), w, b, **how)
+        return (out.astype(jnp.float32) * direction).sum()
+
+    def gradients(stored):
+        monkeypatch.setattr(mosaic_backward, "stores_fp8", lambda *sizes: stored)
+        return jax.jit(jax.grad(lambda *args: loss(*args), (0, 1, 2)))(*args)
+
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
+    for ours, expected in zip(gradients(True), gradients(False), strict=True):
+        difference = float(jnp.linalg.norm(ours - expected))
+        assert 0 < difference < 0.04 * float(jnp.linalg.norm(expected))
+    forget_races()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_fp8_lowers_for_an_h200(head_dim):
+    """Nothing but the kernel writes or transposes dqkv."""
+    batch, time, heads = 64, 1024, 12
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    def f(qkv, lse, dout, out, scale):
+        how = {"options": Options(scale=0.1), "bias": True, "fp8_scale": scale}
+        return mosaic_backward.backward((qkv,), None, lse, dout, out, None, **how)
+
+    fp32 = {"dtype": jnp.float32}
+    args = shape(batch, time, 3, heads, head_dim), shape(batch, heads, time, **fp32)
+    args += (shape(batch, time, heads, head_dim),) * 2
+    text = lower_for_h200(f, *args, shape(**fp32))
+    assert text.count("custom_call @mosaic_gpu") == 1
+    assert "stablehlo.transpose" not in text and "f8E5M2" in text
+
+
+def test_where_fp8_can_be_stored(monkeypatch):
+    monkeypatch.setattr(mosaic_backward._mosaic, "num_sms", lambda: 132)
+    assert mosaic_backward.stores_fp8(64, 1024, 12)
+    assert not mosaic_backward.stores_fp8(64, 1000, 12)
+    assert not mosaic_backward.stores_fp8(4, 16384, 12)

@@ -386,7 +386,7 @@ def attention_in_bf16(x, w=None, b=None):
     """Return attention of qkv, or of its projection, with bf16 weights as the kernels have them:
     "xla" keeps the weights in fp32."""
     qkv = x if w is None else (x @ (w * 768**-0.5) + b[None, None]).reshape(*x.shape[:2], 3, 12, 64)
-    return textbook(*jnp.moveaxis(qkv, 2, 0))[0]
+    return textbook(*jnp.moveaxis(qkv, 2, 0), np.tri(qkv.shape[1], dtype=bool)[None])[0]
 
 
 def labelled(*trees):

@@ -1,5 +1,7 @@
 """Attention by its textbook equations."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,44 +15,48 @@ def at_once(f):
     return jax.jit(f, compiler_options={"xla_allow_excess_precision": False})
 
 
-def textbook(q, k, v, *, causal=True, scale=None, window=None):
-    """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of
-    `pallas_kernels.flash_attention`."""
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = (jnp.einsum("bthd,bshd->bhts", q, k) * jnp.asarray(scale, q.dtype)).astype(jnp.float32)
-    t, s = jnp.arange(q.shape[1])[:, None], jnp.arange(q.shape[1])[None, :]
-    seen = (s <= t) & (s > t - (window or q.shape[1])) if causal else (s >= 0)
-    scores = jnp.where(seen[None, None], scores, -jnp.inf)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhts,bshd->bthd", weights, v), jax.nn.logsumexp(scores, axis=-1)
-
-
-def textbook_of_options(
-    q, k, v, seen_BTS, *, scale=None, softcap=None, bias=None, sinks=None, flash=False
+def textbook(
+    q,
+    k,
+    v,
+    seen_BTS,
+    *,
+    scale=None,
+    softcap=None,
+    bias=None,
+    sinks=None,
+    flash=False,
+    multiply=None,
 ):
-    """O and L of any mask, in the inputs' own dtype; the softmax alone is fp32.
+    """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of
+    `pallas_kernels.flash_attention`.
 
     Args:
         bias: (B, H, T, S), axes of batch and heads may be 1.
         sinks: a logit of each head.
         flash: the gradient of the scores is P ∘ (dP − Σ dO · O), of the rounded O.
+        multiply: function of (B, H, M, K) and (B, H, K, N) instead of a matmul.
     """
+    multiply = multiply or functools.partial(jnp.matmul, precision="highest")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
-    scores = (jnp.einsum("bthd,bshd->bhts", q, k, precision="highest")).astype(jnp.float32) * scale
+    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
+    scores = multiply(q, k.swapaxes(2, 3)).astype(jnp.float32) * scale
     scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
     scores = scores if bias is None else scores + bias.astype(jnp.float32)
-    weights = jnp.where(seen_BTS[:, None], jnp.exp(scores), 0)
+    seen = jnp.asarray(seen_BTS)[:, None]
+    largest = jax.lax.stop_gradient(jnp.where(seen, scores, -jnp.inf).max(-1, keepdims=True))
+    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - largest, 0)), 0)
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:
-        total += jnp.exp(sinks.astype(jnp.float32))[None, :, None, None]
+        total += jnp.exp(sinks.astype(jnp.float32)[None, :, None, None] - largest)
     none = total == 0
     total = jnp.where(none, 1, total)
     constant = jax.lax.stop_gradient(total) if flash else total
     weights = (weights / constant).astype(q.dtype)
-    lse = jnp.where(none, -jnp.inf, jnp.log(total))[..., 0]
-    out = jnp.einsum("bhts,bshd->bthd", weights, v, precision="highest")
+    lse = jnp.where(none, -jnp.inf, jnp.log(total) + largest)[..., 0]
+    out = multiply(weights, v).swapaxes(1, 2)
     if flash:  # 1 − total / constant is 0, and its gradient that of −L
         share_BTH1 = (1 - total / constant).swapaxes(1, 2)
         out += (jax.lax.stop_gradient(out).astype(jnp.float32) * share_BTH1).astype(q.dtype)
