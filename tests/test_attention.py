@@ -271,19 +271,6 @@ def test_auto_takes_the_fastest_that_can_run(
     assert selected(dtype, length, head_dim, **how) == chosen
 
 
-@pytest.mark.parametrize("numerics, precision", [("fp32", "highest"), ("tf32", "high")])
-def test_numerics_name_a_precision(numerics, precision):
-    (q, k, v), _ = inputs((1, 8, 2, 2, 16), jnp.float32)
-    qkv = jnp.stack([q, k, v], 2)
-    for f, args in ((flash_attention, (q, k, v)), (flash_attention_qkv, (qkv,))):
-        named, given, default = (
-            str(jax.make_jaxpr(functools.partial(f, **how))(*args))
-            for how in ({"numerics": numerics}, {"precision": precision}, {"numerics": "bf16"})
-        )
-        assert named.replace("Precision.", "").lower() == given.replace("Precision.", "").lower()
-        assert named != default
-
-
 def test_no_precision_is_the_default_precision_of_jax(triton_on_cpu, monkeypatch):
     """Also in a backward pass that is traced where another default is set."""
     seen = []

@@ -55,6 +55,19 @@ def forward_sizes(length, **options):
 # -------------------------------------------------------------------------------------- on the host
 
 
+def check_key_blocks(found, mask_TS, first, length):
+    """Check the blocks of keys that rows from `first` on see, and those that need no mask."""
+    start, full_start, full_stop, stop = map(int, found)
+    assert 0 <= start <= full_start <= full_stop <= stop
+    rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
+    mine = mask_TS[first : min(first + rows, length)]
+    mine = mine.reshape(-1, mask_TS.shape[1] // block, block)
+    assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
+    full, ours = np.flatnonzero(mine.all((0, 2))).tolist(), list(range(full_start, full_stop))
+    # With rows that are out of bounds a full block may be masked.
+    assert ours == full or (first + rows > length and set(ours) <= set(full))
+
+
 @pytest.mark.parametrize(
     "causal, window", [*((True, w) for w in (None, 1, 20, 64, 100, 129)), (False, None)]
 )
@@ -68,13 +81,7 @@ def test_key_blocks_against_the_mask(length, causal, window):
     for first in range(0, length, rows):
         found = key_blocks(first)
         assert tuple(map(int, traced(first))) == found
-        start, full_start, full_stop, stop = found
-        assert 0 <= start <= full_start <= full_stop <= stop
-        mine = mask[first : first + rows].reshape(-1, mask.shape[1] // block, block)
-        assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
-        full, ours = np.flatnonzero(mine.all((0, 2))).tolist(), list(range(full_start, full_stop))
-        # With rows that are out of bounds a full block may be masked.
-        assert ours == full or (first + rows > length and set(ours) <= set(full))
+        check_key_blocks(found, mask, first, length)
 
 
 @pytest.mark.parametrize(
@@ -144,17 +151,11 @@ def test_tiles_outside_are_skipped_and_tiles_inside_are_not_masked(causal, windo
     bounds = padded(document_bounds(ids, window=window))
     mask = seen((2, LENGTH, LENGTH), segment_ids=ids, causal=causal, window=window)
     mask = np.pad(mask, [(0, 0), (0, -LENGTH % 128), (0, -LENGTH % 128)])
-    rows, block = mosaic_forward_kernel.ROWS, mosaic_forward_kernel.KEYS
+    rows = mosaic_forward_kernel.ROWS
     key_blocks = forward_sizes(LENGTH, causal=causal).key_blocks
     for b, first in itertools.product(range(2), range(0, LENGTH, rows)):
         ends = tuple(tuple(x[b, t] for x in bounds) for t in (first, first + rows - 1))
-        start, full_start, full_stop, stop = map(int, key_blocks(jnp.int32(first), ends))
-        mine = mask[b, first : min(first + rows, LENGTH)].reshape(-1, 384 // block, block)
-        assert np.flatnonzero(mine.any((0, 2))).tolist() == list(range(start, stop))
-        full = np.flatnonzero(mine.all((0, 2))).tolist()
-        # With rows that are out of bounds a full block may be masked.
-        ours = list(range(full_start, full_stop))
-        assert ours == full or (first + rows > LENGTH and set(ours) <= set(full))
+        check_key_blocks(key_blocks(jnp.int32(first), ends), mask[b], first, LENGTH)
     mask = np.pad(mask, [(0, 0), (0, 128), (0, 128)])
     for head_dim, keys in mosaic_backward_kernel.KEYS.items():
         shape = (LENGTH, LENGTH, 1, 1, head_dim, FP16)

@@ -10,6 +10,7 @@ on a CPU except Mosaic's: Triton's kernels in Triton's interpreter.
 """
 
 import functools
+import inspect
 import itertools
 import re
 import zlib
@@ -21,7 +22,14 @@ import pytest
 from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import h200, triton_kernels, unchecked
 from reference.attention import textbook
-from rule_tools import in_fp64, is_float, run_reference, runs_are_equal, with_gradients
+from rule_tools import (
+    in_fp64,
+    is_float,
+    refused,
+    run_reference,
+    runs_are_equal,
+    with_gradients,
+)
 
 import pallas_kernels as pk
 from pallas_kernels import (
@@ -548,6 +556,34 @@ def test_other_dtypes_are_refused(name, back_end, dtype):
         args = [jnp.asarray(a).astype(dtype) if is_float(a) else a for a in args]
         with pytest.raises(ValueError, match=message):
             unchecked(f)(*args, implementation=back_end, **how)
+
+
+NUMERIC = [name for name in SMALL if "precision" in inspect.signature(getattr(pk, name)).parameters]
+
+
+@pytest.mark.parametrize("name", [*NUMERIC, "flash_attention_qkv"])
+def test_numerics_name_a_precision(name):
+    """In the forward and the backward pass."""
+    f, args, how = public_call(operation := name.removesuffix("_qkv"))
+    args = [jnp.asarray(x) for x in args]
+    if name == "flash_attention_qkv":
+        f, args = pk.flash_attention_qkv, [jnp.stack(args[:1] * 3, 2)]
+
+    def traced(**numerics):
+        call = lambda x: f(x, *args[1:], implementation="xla", **how, **numerics).sum()
+        return str(jax.make_jaxpr(jax.grad(call))(args[0])).replace("Precision.", "").lower()
+
+    traces = []
+    of_jax = jax.lax.Precision
+    for numerics, precision in (("fp32", of_jax.HIGHEST), ("tf32", of_jax.HIGH), ("bf16", None)):
+        traces.append(traced(numerics=numerics))
+        assert traces[-1] == traced(precision=precision)
+    assert len({*traces}) == 3 and traces[0].count("highest") >= 2 * traces[0].count("dot_general[")
+    refused(f, *args, **how, numerics="tf32", precision="highest", match="numerics or precision")
+    plain_only = operation in ("flash_attention", "xxt", "xtx", "ba_plus_caa")
+    for wrong in ("fp16", *["fp8"] * plain_only):
+        message = f"{operation}: expected numerics as one of .*'{wrong}'"
+        refused(f, *args, **how, numerics=wrong, match=message)
 
 
 @pytest.mark.parametrize("name", SMALL)

@@ -98,24 +98,6 @@ def test_reference_is_the_definition(kernel, shape):
     np.testing.assert_allclose(found, exact, rtol=0, atol=2e-6 * np.abs(exact).max())
 
 
-@pytest.mark.parametrize("kernel", FUNCTIONS)
-def test_numerics_are_precisions(kernel):
-    a, f = jnp.ones((4, 4)), FUNCTIONS[kernel]
-
-    def traced(**how):
-        grad = jax.grad(lambda a: f(a, implementation="xla", **how).sum())
-        return str(jax.make_jaxpr(grad)(a))
-
-    for numerics, precision in (("fp32", "highest"), ("tf32", "high"), ("bf16", None)):
-        assert traced(numerics=numerics) == traced(precision=precision)
-    assert traced(numerics="fp32").count("HIGHEST") == 2 * traced(precision="highest").count(
-        "dot_g"
-    )
-    message = rf"{kernel.split(',')[0]}: expected numerics as one of \['fp32', 'tf32', 'bf16'\]"
-    refused(f, a, numerics="fp8", match=message)
-    refused(f, a, numerics="tf32", precision="highest", match="numerics or precision")
-
-
 # ------------------------------------------------------------------------------------------- Mosaic
 
 
