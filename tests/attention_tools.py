@@ -30,6 +30,11 @@ def inputs(shape, dtype, seed=0):
     return (q * jnp.asarray(2, dtype), k, v), (dout, dlse)
 
 
+def square(b, t, h, k, d):
+    """The shape (B, T, S, H, K, D, E) of attention of as many keys as queries."""
+    return b, t, t, h, k, d, d
+
+
 def set_tiles(monkeypatch, m, n):
     """Blocks so small that a few rows make several of them."""
     from pallas_kernels.attention import triton

@@ -79,7 +79,6 @@ QUICK = {
     *("test_shards", "test_status_line", "test_tokenizers"),
     "test_result_tables",
     *("test_attention_options::test_packed_is_separate[xla]", "test_attention::test_errors"),
-    "test_attention_triton::test_masks_over_every_kind_of_block[fused-{'window': 17}]",
     *("test_classifier::test_reference_is_the_definition", "test_classifier::test_errors"),
     *("test_classifier::test_extreme_logits", "test_classifier::test_targets_of_any_integer_type"),
     *("test_gpt2::test_fp32_parity[odd]", "test_gpt2::test_fp32_parity[one of each]"),

@@ -26,13 +26,6 @@ from pallas_kernels import (
 from pallas_kernels.attention import reference
 
 RMS = {"norms": (rms,)}
-SHAPES = [
-    (2, 16, 2, 2, 8),  # aligned
-    (1, 1, 1, 1, 1),  # one key: the output is v
-    (2, 7, 3, 3, 5),  # all odd
-    (1, 33, 3, 3, 20),  # just above a power of two
-]
-ODD = (2, 7, 3, 3, 5)
 SEGMENTS = {"segment_ids": np.array([[0, 0, 0, 1, 1, 1, 1], [5, 3, 5, 5, 3, 3, 9]], np.int32)}
 MASKS = [
     {},
@@ -45,20 +38,6 @@ MASKS = [
     SEGMENTS | {"causal": False},
     SEGMENTS | {"window": 2},
 ]
-DTYPES = [jnp.float32, jnp.bfloat16, jnp.float16]
-# The dtype changes casts alone: every dtype for one shape and mask.
-CASES = [
-    *((shape, jnp.float32, {}) for shape in SHAPES),
-    *((ODD, dtype, {}) for dtype in DTYPES[1:]),
-    *((ODD, jnp.float32, mask) for mask in MASKS[1:]),
-    (ODD, jnp.bfloat16, MASKS[8]),
-    *(((2, 7, 4, k, 5), jnp.float32, MASKS[7]) for k in (1, 2)),
-]
-
-
-@pytest.mark.parametrize("shape, dtype, mask", CASES, ids=str)
-def test_output_and_gradients(shape, dtype, mask):
-    check("xla", shape, dtype, **RMS, **mask)
 
 
 @pytest.mark.parametrize("key_heads", [1, 3])
@@ -76,7 +55,11 @@ def test_reference_is_the_definition(mask, key_heads):
 
 
 @pytest.mark.parametrize(
-    "implementation, dtype", [*(("xla", dtype) for dtype in DTYPES), ("triton", jnp.float16)]
+    "implementation, dtype",
+    [
+        *(("xla", dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.float16)),
+        ("triton", jnp.float16),
+    ],
 )
 def test_huge_scores_stay_finite(implementation, dtype, triton_on_cpu):
     (q, k, v), directions = inputs((1, 9, 1, 1, 8), dtype)

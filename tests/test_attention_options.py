@@ -1,5 +1,5 @@
-"""The options of pallas_kernels.flash_attention by the 2× rule, in plain JAX and in Triton: unequal
-lengths and head dimensions, soft caps, sinks, biases, and masks.
+"""Masks and options of pallas_kernels.flash_attention by the 2× rule, in plain JAX, Triton and
+Mosaic: unequal lengths and head dimensions, soft caps, sinks, biases.
 
 Shapes are (B, T, S, H, K, D, E).
 """
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_tools import seen, set_tiles
+from attention_tools import seen, segments, set_tiles, square
 from comparison_tools import max_abs, rms
 from kernel_tools import forget_races, lower_for_h200, on_gpu, triton_kernels
 from reference.attention import textbook
@@ -75,7 +75,7 @@ def shape_of_bias(shape, one):
 
 def check_options(back_end, shape, dtype, **options):
     args, ours, plain = arguments(shape, dtype, options)
-    norms = (rms,) if dtype == FP32 else (rms, max_abs)
+    norms = (rms,) if dtype == FP32 or back_end == "xla" else (rms, max_abs)
     return check(functools.partial(ours, back_end), plain, plain, args, norms=norms)
 
 
@@ -91,7 +91,34 @@ PREFIX = (
 )
 DOCUMENTS = np.sort(RNG.integers(0, 4, (2, 37)).astype(np.int32), axis=1)
 LONG, WIDE, SQUARE = (2, 37, 53, 2, 1, 8, 8), (1, 53, 37, 1, 1, 5, 20), (2, 37, 37, 4, 2, 8, 8)
+ODD = square(2, 7, 3, 3, 5)  # less than a block
+SEGMENTS = {"segment_ids": np.array([[0, 0, 0, 1, 1, 1, 1], [5, 3, 5, 5, 3, 3, 9]], np.int32)}
 CASES = [
+    (square(2, 64, 2, 2, 16), {}),  # whole blocks
+    (square(1, 1, 1, 1, 1), {}),  # one key: the output is v
+    (square(1, 33, 3, 3, 20), {}),  # one row into a new block, D no power of two
+    (square(2, 40, 4, 2, 8), {"window": 30}),
+    *((ODD, how) for how in ({}, {"window": 7}, SEGMENTS, SEGMENTS | {"window": 2})),
+    *((square(2, 7, 4, k, 5), SEGMENTS | {"causal": False}) for k in (1, 2)),
+    # 107 rows end inside a block, 128 with one; blocks are tall, and wide.
+    *(
+        (shape, mask)
+        for shape in (square(1, 107, 1, 1, 8), square(1, 128, 1, 1, 16))
+        for mask in (
+            {"causal": False},
+            {"window": 1},
+            {"window": 10},  # within a block
+            {"window": 17},  # over the edge of one
+            {"window": 60},  # whole blocks inside
+        )
+    ),
+    *((square(1, 107, 1, 1, d), {"scale": x}) for d, x in ((8, -0.7), (16, 0.0))),
+    # Contiguous documents, and shuffled ids.
+    *(
+        (square(2, 75, 1, 1, 8), how | segments((2, 75), 4, seed))
+        for seed in (0, 1)
+        for how in ({"window": 20}, {"causal": False})
+    ),
     (LONG, {}),  # the last query sees the last key
     (WIDE, {}),  # the first 16 queries see no key; E ≠ D
     ((1, 1, 70, 2, 2, 8, 8), {}),  # one query
@@ -138,8 +165,14 @@ GPU_CASES = [
 NARROW = (1, 19, 35, 2, 1, 20, 40)
 RULE_CASES = [
     *((back_end, FP32, *case) for back_end in ("xla", "triton") for case in CASES),
+    # The dtype changes casts alone.
+    *(("xla", dtype, ODD, {}) for dtype in (BF16, FP16)),
+    ("xla", BF16, ODD, SEGMENTS | {"window": 2}),
     ("triton", FP16, NARROW, {"softcap": 3.0, "window": 9}),
     ("triton", FP16, NARROW, {"bias": True, "one": (0,)}),
+    # Every head dimension, grouped heads.
+    *(("triton", FP16, square(1, 50, 1, 1, d), {}) for d in (5, 64, 80, 128)),
+    *(("triton", FP16, square(*x), {}) for x in ((1, 33, 2, 2, 20), (1, 32, 3, 1, 16))),
     *on_gpu(
         *(("triton", BF16, *case) for case in GPU_CASES),
         # Tiles of its own in fp32.
@@ -161,7 +194,7 @@ def name(options):
 )
 def test_output_and_gradients(back_end, dtype, shape, options, interpreter, request, monkeypatch):
     if back_end == "triton" and "gpu" not in request.keywords:  # tall tiles, or wide ones
-        set_tiles(monkeypatch, *((16, 32) if len(options) % 2 else (32, 16)))
+        set_tiles(monkeypatch, *((16, 32) if (shape[1] + len(options)) % 2 else (32, 16)))
     check_options(back_end, shape, dtype, **options)
 
 
