@@ -73,8 +73,8 @@ check_vma=False."""
 OWN_DTYPE = {"sample_token"}
 """The definition is the public function, which refuses fp64; its result is an index, and exact."""
 FP8 = {"scaled_matmul"}
-"""The 2× rule has no yardstick: tensor cores add FP8 products with 14 bits. The limit is that of
-tests/test_fp8_mosaic.py."""
+"""The 2× rule has no yardstick: tensor cores add FP8 products with 14 bits. tests/test_fp8.py has a
+limit."""
 
 
 EXAMPLES = {name: entry.examples for name, entry in OPERATIONS.items()}

@@ -403,6 +403,13 @@ def test_tiles_for_a_width():
         assert mosaic.tiles_for(n, o, 64, 2).columns == columns
     with pytest.raises(ValueError, match="mosaic has no tiles for 256 rows, 320 col.*each device"):
         mosaic.tiles_for(256, 320, 64, 2)
+    # Of 8 bits. With a last step out of bounds, K = 1552 and 1600 failed on an H200.
+    assert [mosaic.tiles_for(256, n, k, 1).columns for n, k in ((3072, 768), (6400, 3200))] == [
+        192
+    ] * 2
+    assert "columns a multiple of 128" in mosaic.why_not(256, 200, 128, 1)
+    assert all(mosaic.why_not(*sizes, 1) for sizes in ((128, 192, 128), (256, 192, 1552)))
+    assert mosaic.tiles_for(256, 6400, 1600, 1).depth(1) == 64
     with pytest.raises(ValueError, match="2 slots do not divide the 1 parts of a column"):
         mosaic.Tiles(rows=64, columns=192)
 
@@ -425,6 +432,7 @@ def test_mosaic_mlp_without_gradients_saves_nothing(mosaic_on_cpu, small_tiles, 
         *((width, width, None, 2) for width in (768, 1024, 1280, 1600)),
         # No tiles divide 96: the gradient of the second product is XLA's.
         (768, 96, None, 1),
+        *((width, width, "fp8", 2) for width in (768, 1280)),
         (1600, 1600, "fp8", 2),  # no multiple of 128: steps of 64 numbers
     ],
 )

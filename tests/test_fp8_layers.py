@@ -1,5 +1,6 @@
 """The layers with FP8 matmuls against fp64, compared with fp64 of operands rounded to FP8."""
 
+import dataclasses
 import functools
 import re
 
@@ -15,7 +16,7 @@ from gptjax.training.compilation import compiler_options
 from pallas_kernels import _dispatch, linear, linear_relu_squared, mlp, projected_attention, swiglu
 from pallas_kernels.feed_forward import activated_mlp, triton
 from pallas_kernels.gated_mlp import triton as gated_mlp_triton
-from pallas_kernels.gemm import E4M3, E5M2, Fp8
+from pallas_kernels.gemm import E4M3, E5M2, Fp8, mosaic
 
 FP8 = Fp8()
 N, C, F = 48, 32, 80  # 80: no multiple of a tile
@@ -91,6 +92,15 @@ LAYERS = {
 BIASED, KERNELS = ("linear", "mlp"), ("mosaic", "triton")
 
 
+@pytest.fixture
+def small_tiles(request, monkeypatch):
+    """On a CPU, tiles of Mosaic's kernels that it can go through."""
+    if "gpu" not in request.keywords:
+        small = mosaic.Tiles(rows=64, columns=64, stages=2, cluster=1, slots=1, group=1)
+        pairs = dataclasses.replace(small, cluster=2, group=2)
+        monkeypatch.setattr(mosaic, "TILES_8", (pairs, small))
+
+
 def arrays(name, rows, inputs, outputs):
     """Return dy, x, weights, b and w2."""
     rng = np.random.default_rng(0)
@@ -152,14 +162,23 @@ def check(name, backend, sizes, options=None):
         ("mlp", "triton", (80, C, 136)),  # the last tile is partly out of bounds
         ("swiglu", "triton", (N, C, F)),
         ("relu_squared", "triton", (80, C, F)),
+        # One warpgroup with a tile each; pairs of thread blocks that share weights.
+        ("mlp", "mosaic", (128, 128, 64)),
+        ("mlp", "mosaic", (384, 128, 192)),
+        ("relu_squared", "mosaic", (128, 256, 64)),
+        ("relu_squared", "mosaic", (384, 128, 192)),
         *on_gpu(
+            # The sizes of GPT-2 XL, with numbers that are clipped; and of GPT-2 774M, whose last
+            # tile is cut.
             *(("mlp", back_end, (1024, 1600, 6400)) for back_end in KERNELS),
+            *((name, "mosaic", (4096, 1280, 5120)) for name in ("mlp", "relu_squared")),
+            *((name, "mosaic", (512, 1536, 768)) for name in ("mlp", "relu_squared")),
             *(("swiglu", back_end, (2048, 768, 2432)) for back_end in KERNELS),
             *(("relu_squared", back_end, (2048, 768, 3072)) for back_end in (*KERNELS, "xla")),
         ),
     ],
 )
-def test_output_and_gradients(interpreter, name, back_end, sizes):
+def test_output_and_gradients(interpreter, small_tiles, name, back_end, sizes):
     check(name, back_end, sizes)
 
 
