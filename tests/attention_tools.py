@@ -1,20 +1,17 @@
 """Inputs, the textbook, and the check by the 2× rule for the tests of
 pallas_kernels.flash_attention. Shapes are (B, T, H, K, D)."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from comparison_tools import assert_within_twice, max_abs, rms
-from kernel_tools import forget_races
 from reference.attention import at_once, textbook
 from rule_tools import in_fp64, with_gradients
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
-from pallas_kernels.attention import Options, mosaic_backward, mosaic_forward, reference
-from pallas_kernels.attention.documents import document_bounds
+from pallas_kernels.attention import reference
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 
@@ -160,70 +157,43 @@ def call(back_end, *, packed=False, **how):
     return f
 
 
-def check(back_end, shape, dtype, *, multiply=None, seed=0, norms=(rms, max_abs), lse=True, **how):
+def check(
+    back_end,
+    shape,
+    dtype,
+    *,
+    multiply=None,
+    seed=0,
+    norms=(rms, max_abs),
+    lse=True,
+    arrays=None,
+    **how,
+):
     """Output, L and the gradients of a public function by the 2× rule. Return them.
 
     Args:
-        lse: whether the back end has L.
+        lse: whether L is returned; a back end may not have it.
+        arrays: q, k and v, and directions, in place of those of `inputs`.
     """
-    args, directions = inputs(shape, dtype, seed)
+    args, directions = arrays or inputs(shape, dtype, seed)
     if not lse:
         directions = directions[0], jnp.zeros_like(directions[1])
-    arrays = {k: jnp.asarray(x) if k == "segment_ids" else x for k, x in how.items()}
-    f = call(back_end, **{"precision": "highest", "return_lse": lse, **arrays})
+    options = {k: jnp.asarray(x) if k == "segment_ids" else x for k, x in how.items()}
+    f = call(back_end, **{"precision": "highest", "return_lse": lse, **options})
     with_lse = f if lse else lambda *qkv: (f(*qkv), directions[1])
-    found = jax.jit(functools.partial(results, with_lse))(args, directions)
+    # Not while matmuls of XLA are in progress: they and Mosaic's interpreter can wait for each
+    # other's threads.
+    found = jax.jit(functools.partial(results, with_lse))(
+        *jax.block_until_ready((args, directions))
+    )
+    found = jax.block_until_ready(found)
     assert [x.dtype for x in found] == [dtype, jnp.float32, dtype, dtype, dtype]
     mask = {k: how[k] for k in ("causal", "scale", "window", "segment_ids") if k in how}
-    plain, exact = expected(shape, dtype, seed=seed, multiply=multiply, lse=lse, **mask)
+    if arrays is None:
+        plain, exact = expected(shape, dtype, seed=seed, multiply=multiply, lse=lse, **mask)
+    else:
+        plain, exact = plain_and_exact(args, directions, multiply=multiply, **mask)
     if not lse:
         plain, exact = ([x[0], directions[1], *x[2:]] for x in (plain, exact))
     compare(found, plain, exact, norms=norms)
-    return found
-
-
-# ------------------------------------------------------------------------------------------- Mosaic
-
-
-@functools.cache
-def mosaic_kernel(part, options, static):
-    run = mosaic_forward.forward if part == "forward" else mosaic_backward.backward
-    return jax.jit(functools.partial(run, options=options, **dict(static)))
-
-
-def check_mosaic(part, shape, dtype=jnp.float16, *, packed=False, with_dlse=False, args=None,
-                 segment_ids=None, whole_heads=True, **mask):  # fmt: skip
-    """Results of one kernel, the "forward" or the "backward" pass, by the 2× rule. Return them."""
-    ids = {} if segment_ids is None else {"segment_ids": segment_ids}
-    if args is None:
-        args, (dout, dlse) = inputs(shape, dtype)
-        plain, exact = expected(shape, dtype, lse=with_dlse, **mask, **ids)
-    else:
-        args, (dout, dlse) = args
-        directions = dout, dlse * jnp.float32(with_dlse)
-        plain, exact = plain_and_exact(args, directions, **mask, **ids)
-    options = Options(**{"scale": shape[-1] ** -0.5} | mask)
-    bounds = None
-    if ids:
-        bounds = document_bounds(segment_ids, window=options.window)
-        options = dataclasses.replace(options, window=None)
-    operands = (jnp.stack(args, axis=2),) if packed else args
-    inputs_of, static = (operands, bounds), ()
-    if part == "backward":
-        static = (("whole_heads", whole_heads),)
-        lse, out = jnp.asarray(exact[1], jnp.float32), jnp.asarray(exact[0], dtype)
-        inputs_of += (lse, dout, out, dlse if with_dlse else None)
-    # Not while matmuls of XLA are in progress: they and the interpreter can wait for each other's
-    # threads.
-    kernel = mosaic_kernel(part, options, static)
-    found = jax.block_until_ready(kernel(*jax.block_until_ready(inputs_of)))
-    if part == "forward":
-        assert found[0].dtype == dtype and found[1].dtype == jnp.float32
-        compare(found, plain[:2], exact[:2], NAMES[:2])
-        return found
-    if not whole_heads:
-        forget_races()
-    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in operands]
-    found = tuple(found[0][:, :, i] for i in range(3)) if packed else found
-    compare(found, plain[2:], exact[2:], NAMES[2:])
     return found

@@ -10,15 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from attention_tools import (
+    NAMES,
     call,
-    check_mosaic,
+    check,
     compare,
     inputs,
     plain_and_exact,
     results,
     seen,
 )
-from kernel_tools import h200, lower_for_h200
+from kernel_tools import forget_races, h200, lower_for_h200
 from rule_tools import runs_are_equal
 
 from pallas_kernels import _dispatch, flash_attention, flash_attention_qkv
@@ -33,8 +34,6 @@ from pallas_kernels.attention import (
 from pallas_kernels.attention.documents import document_bounds, padded, schedule_by_cost
 
 FP16, BF16 = jnp.float16, jnp.bfloat16
-FORWARD = functools.partial(check_mosaic, "forward")
-BACKWARD = functools.partial(check_mosaic, "backward")
 
 # Documents. One token; ends before, at and after the edges of tiles of 64; several inside of one.
 EDGES = (1, 62, 1, 64, 65, 7, 56, 8)
@@ -187,70 +186,70 @@ def test_schedule_by_cost_has_each_item_once_in_equal_shares(batch, heads, items
 # ------------------------------------------------------------------------------- in the interpreter
 
 
-FORWARD_CASES = [
-    # Less than a tile; one key more than two blocks; whole blocks.
-    ((1, 1, 1, 1, 64), FP16, {}),
-    ((1, 7, 1, 1, 128), BF16, {}),
-    ((1, 257, 1, 1, 64), BF16, {}),
-    ((1, 256, 1, 1, 128), FP16, {"causal": False}),
-    ((1, 130, 2, 2, 64), FP16, {"causal": False}),
-    ((2, 130, 3, 3, 64), FP16, {}),  # more work than blocks
-    ((1, 136, 2, 2, 64), FP16, {"packed": True}),
-    ((2, 100, 4, 2, 64), BF16, {"scale": -0.2}),  # grouped heads
-    ((1, 70, 1, 1, 64), FP16, {"scale": 0.0}),
-    # One key; the edges in one block; whole blocks between the edges.
-    ((1, 300, 1, 1, 128), FP16, {"window": 1}),
-    ((1, 330, 1, 1, 64), FP16, {"window": 90}),
-    ((1, 400, 1, 1, 64), FP16, {"window": 200}),
-]
+@pytest.fixture
+def checked(mosaic_on_cpu, monkeypatch):
+    """Return `check` of the public function; dQ is summed by whole heads, or by split heads."""
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: False)
 
+    def checked(shape, dtype=FP16, *, split=False, lse=False, **how):
+        found = check("mosaic", shape, dtype, lse=lse, deterministic=not split, **how)
+        if split:
+            forget_races()
+        return found
 
-@pytest.mark.parametrize("shape, dtype, mask", FORWARD_CASES, ids=str)
-def test_forward(mosaic_on_cpu, shape, dtype, mask):
-    FORWARD(shape, dtype, **mask)
+    return checked
 
 
 ONE = (1, 136, 1, 1, 64)
-SPLIT = {"whole_heads": False}
-BACKWARD_CASES = [
-    # Whole tiles; one key more than a block; tiny, and not a multiple of 8.
-    ((1, 384, 1, 1, 64), BF16, {}),
+SPLIT = {"split": True}
+CASES = [
+    # Less than a tile; one key more than two blocks; whole blocks and tiles.
+    ((1, 1, 1, 1, 64), FP16, {}),
+    ((2, 7, 1, 1, 64), BF16, {}),
+    ((1, 7, 1, 1, 128), BF16, {}),
+    ((1, 257, 1, 1, 64), BF16, {}),
     ((1, 257, 1, 1, 64), FP16, {"causal": False}),
     ((1, 257, 1, 1, 64), FP16, SPLIT),
-    ((2, 7, 1, 1, 64), BF16, {}),
-    ((2, 136, 4, 2, 64), FP16, {"with_dlse": True}),
-    ((1, 136, 4, 2, 64), FP16, SPLIT),
+    ((1, 384, 1, 1, 64), BF16, {}),
+    ((1, 256, 1, 1, 128), FP16, {"causal": False}),
+    ((2, 130, 3, 3, 64), FP16, {}),  # more work than blocks
     ((1, 264, 2, 2, 64), FP16, SPLIT | {"packed": True}),
-    # Inside a block, and tiles without a visible key; keys in the middle whose tiles need no mask.
-    ((1, 264, 1, 1, 64), FP16, {"window": 70}),
+    # Grouped heads.
+    ((2, 100, 4, 2, 64), BF16, {"scale": -0.2}),
+    ((2, 136, 4, 2, 64), FP16, {"lse": True}),
+    ((1, 136, 4, 2, 64), FP16, SPLIT),
+    ((1, 200, 2, 1, 128), BF16, SPLIT),
+    ((1, 70, 1, 1, 64), FP16, {"scale": 0.0}),
+    # One key; the edges in one block; tiles without a visible key; keys in the middle whose tiles
+    # need no mask.
+    ((1, 300, 1, 1, 128), FP16, {"window": 1}),
+    ((1, 330, 1, 1, 64), FP16, {"window": 90}),
     ((1, 400, 1, 1, 64), FP16, {"window": 270}),
     ((1, 264, 1, 1, 64), FP16, SPLIT | {"window": 140}),
-    *(((1, 264, 1, 1, 128), FP16, mask) for mask in ({}, {"causal": False}, {"window": 90})),
-    ((1, 200, 2, 1, 128), BF16, SPLIT),
-    (ONE, FP16, {"scale": -0.2}),
+    *(((1, 264, 1, 1, 128), FP16, mask) for mask in ({}, {"window": 90})),
 ]
 
 
-@pytest.mark.parametrize("shape, dtype, how", BACKWARD_CASES, ids=str)
-def test_backward(mosaic_on_cpu, shape, dtype, how):
-    BACKWARD(shape, dtype, **how)
+@pytest.mark.parametrize("shape, dtype, how", CASES, ids=str)
+def test_output_and_gradients(checked, shape, dtype, how):
+    checked(shape, dtype, **how)
 
 
-def test_a_window_of_one(mosaic_on_cpu):
+def test_a_window_of_one(checked):
     """dq and dk are zero: all that is left is what fp32 rounds, smaller than what the rule lets
     pass only for small gradients."""
     args, (dout, dlse) = inputs(ONE, FP16)
-    BACKWARD(ONE, args=(args, (dout / FP16(16), dlse)), window=1)
+    checked(ONE, arrays=(args, (dout / FP16(16), dlse)), window=1)
 
 
 @pytest.mark.parametrize("mask", [{}, {"segment_ids": ids_of([40, 60])}], ids=["", "documents"])
-def test_very_negative_scores(mosaic_on_cpu, mask):
+def test_very_negative_scores(checked, mask):
     """Far below any exponent: what lies past the end, with scores of 0, would be infinitely more
     likely than any key."""
     (q, k, v), directions = inputs((1, 100, 1, 1, 64), FP16)
-    args = (jnp.abs(q) * FP16(8), -jnp.abs(k) * FP16(8), v), directions
-    ours = BACKWARD(ONE, args=args, causal=False, **mask)
-    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in ours)
+    arrays = (jnp.abs(q) * FP16(8), -jnp.abs(k) * FP16(8), v), directions
+    found = checked(ONE, arrays=arrays, causal=False, **mask)
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in found)
 
 
 DOCUMENTS = {
@@ -261,19 +260,14 @@ DOCUMENTS = {
 
 
 @pytest.mark.parametrize(
-    "check, how, name",
-    [
-        *itertools.product([FORWARD, BACKWARD], [{}], DOCUMENTS),
-        (BACKWARD, SPLIT, "head dimension 128"),
-    ],
+    "how, name", [*(({}, name) for name in DOCUMENTS), (SPLIT, "head dimension 128")]
 )
-def test_documents(mosaic_on_cpu, check, how, name):
+def test_documents(checked, how, name):
     shape, documents, mask = DOCUMENTS[name]
-    check(shape, segment_ids=ids_of(*documents), **how, **mask)
+    checked(shape, segment_ids=ids_of(*documents), **how, **mask)
 
 
-@pytest.mark.parametrize("check", [FORWARD, BACKWARD])
-def test_documents_do_not_see_each_other(mosaic_on_cpu, check):
+def test_documents_do_not_see_each_other(checked):
     """Results outside of a document are the same bits, whatever its tokens are."""
     ids, shape = ids_of(EDGES), (1, LENGTH, 2, 1, 64)
     document = np.zeros(ids.shape, bool)
@@ -281,11 +275,10 @@ def test_documents_do_not_see_each_other(mosaic_on_cpu, check):
     args, (dout, dlse) = inputs(shape, FP16)
     changed = [jnp.where(document[..., None, None], -x / FP16(2), x) for x in (*args, dout)]
     found = []
-    for q, k, v, direction in ((*args, dout), changed):
-        mine = ((q, k, v), (direction, dlse))
-        found.append(check(shape, args=mine, segment_ids=ids))
-    for before, after in zip(*found, strict=True):
-        if before.shape[1] != LENGTH:  # L
+    for *qkv, direction in ((*args, dout), changed):
+        found.append(checked(shape, lse=True, arrays=(qkv, (direction, dlse)), segment_ids=ids))
+    for name, before, after in zip(NAMES, *found, strict=True):
+        if name == "lse":
             before, after = (jnp.moveaxis(x, 2, 1) for x in (before, after))
         np.testing.assert_array_equal(before[~document], after[~document])
         assert (np.asarray(before[document]) != np.asarray(after[document])).mean() > 0.4
