@@ -35,8 +35,14 @@ def arrays(n, i, o, dtype=jnp.float32):
 
 
 @pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("n, bias", [(96, True), (96, False), (3, True)])
-def test_linear_and_its_gradients(precision, n, bias):
+@pytest.mark.parametrize(
+    "n, bias, kernels",
+    [(96, True, False), (96, False, False), (3, True, False), (3, True, True), (130, True, True)],
+)
+def test_linear_and_its_gradients(precision, n, bias, kernels, request):
+    """With the kernel that reads dy once, and without."""
+    if kernels:
+        request.getfixturevalue("triton_on_cpu")
     x, w, dy = arrays(n, 24, 40)
     b = jnp.linspace(-1, 1, 40) if bias else None
     y, pull = jax.vjp(lambda *args: linear(*args, precision), x, w, b)
@@ -75,18 +81,6 @@ def test_rows_are_summed_in_fp32(back_end, shape, dtype, request):
     found = jax.vmap(sum_rows)(x)
     assert found.dtype == jnp.float32
     np.testing.assert_allclose(found, np.asarray(x, np.float64).sum(1), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("precision", PRECISIONS, ids=str)
-@pytest.mark.parametrize("n", [3, 130])
-def test_weight_and_bias_gradient(triton_on_cpu, monkeypatch, n, precision):
-    """With the kernel that reads dy once, and without."""
-    x, w, dy = arrays(n, 24, 70)
-    for why in (None, "no Triton"):
-        monkeypatch.setattr(_dispatch, "why_not_triton", lambda why=why: why)
-        dw, db = weight_and_bias_gradient(x, dy, w, precision=precision)
-        np.testing.assert_allclose(dw, np.asarray(x).T @ dy, atol=1e-4)
-        np.testing.assert_allclose(db, np.asarray(dy, np.float64).sum(0), atol=1e-4)
 
 
 @pytest.mark.parametrize("split", [False, True])
