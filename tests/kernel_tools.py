@@ -443,6 +443,18 @@ def _ptxas(ptx: str) -> str:
     return done.stderr + done.stdout
 
 
+def collectives(text: str) -> list[int]:
+    """Return the sizes of an executable's collectives; that of another kind than all-reduce is
+    negative."""
+    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    sizes = []
+    for results, kind in re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", text):
+        for shape in re.findall(r"\w\d*\[([\d,]*)\]", results):
+            size = int(np.prod([int(n) for n in shape.split(",") if n]))
+            sizes.append(size if kind == "all-reduce" else -size)
+    return sorted(sizes)
+
+
 @contextlib.contextmanager
 def h200() -> Iterator[None]:
     """Traces and lowers as on a machine whose device is an H200. Triton's kernels, which need a

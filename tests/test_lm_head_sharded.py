@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_tools import collectives
 from process_tools import python
 
 from pallas_kernels import fused_classifier, linear_cross_entropy, lm_head
@@ -56,18 +57,6 @@ def compiled(kind, loss, mesh=None, specs=SPECS, **how):
         out = NamedSharding(mesh, WHOLE), tuple(shardings[:2])
         run = jax.jit(gradients(f, loss), out_shardings=out).lower(*arrays).compile()
     return run, [jax.device_put(a, s) for a, s in zip(drawn(), shardings, strict=True)]
-
-
-def collectives(text):
-    """Return the sizes of the collectives; that of another kind than all-reduce is negative."""
-    kinds = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
-    found = re.findall(rf" = ([^=]*?) ({kinds})(?:-start)?\(", text)
-    sizes = []
-    for results, kind in found:
-        for shape in re.findall(r"\w\d*\[([\d,]*)\]", results):
-            size = int(np.prod([int(n) for n in shape.split(",") if n]))
-            sizes.append(size if kind == "all-reduce" else -size)
-    return sorted(sizes)
 
 
 GRID = PartitionSpec("devices", "vocabulary")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from comparison_tools import rms
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from kernel_tools import collectives
 from process_tools import python
 
 import pallas_kernels as pk
@@ -29,7 +30,6 @@ from pallas_kernels.gemm import Plain
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
 P, WHOLE = PartitionSpec, PartitionSpec()
 FIRST, SECOND = P("devices"), P(None, "devices")
-COLLECTIVES = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,13 +207,8 @@ def launches_and_collectives(text, case):
     assert launches
     whole = ",".join(map(str, case.arrays[0][0]))
     assert f"[{whole}]" not in " ".join(re.findall(r" = (.*?) custom-call", text))
-    found = re.findall(rf" = (.*?) (?:{COLLECTIVES})(?:-start)?\(", text)
     assert "all-gather" not in text
-    return [
-        int(np.prod([int(n) for n in shape.split(",") if n]))
-        for result in found
-        for shape in re.findall(r"\w\d*\[([\d,]*)\]", result)
-    ]
+    return list(map(abs, collectives(text)))
 
 
 @pytest.mark.parametrize(
@@ -341,7 +336,7 @@ def test_numpy_arrays_with_in_shardings(triton_on_cpu):
     f = jax.jit(on_triton(pk.rms_norm), in_shardings=shardings)
     compiled = f.lower(np.ones((8, C), np.float32), np.ones(C, np.float32)).compile()
     assert compiled.output_shardings.is_equivalent_to(shardings[0], 2)
-    assert re.findall(COLLECTIVES, compiled.as_text()) == []
+    assert collectives(compiled.as_text()) == []
 
 
 def test_explicit_axes_that_a_kernel_needs_whole_are_refused(triton_on_cpu):
