@@ -181,5 +181,6 @@ def test_fp8_lowers_for_an_h200(head_dim):
 def test_where_fp8_can_be_stored(monkeypatch):
     monkeypatch.setattr(mosaic_backward._mosaic, "num_sms", lambda: 132)
     assert mosaic_backward.stores_fp8(64, 1024, 12)
+    assert mosaic_backward.stores_fp8(16, 1024, 25)  # four rounds, 76 % busy
     assert not mosaic_backward.stores_fp8(64, 1000, 12)
     assert not mosaic_backward.stores_fp8(4, 16384, 12)
