@@ -61,7 +61,9 @@ def arguments(shape, dtype, options, seed=0):
                 bias.astype(jnp.float32)[None, :, None, None]
                 * jnp.asarray(distance, jnp.float32)[None, None]
             )
-        extra = {"bias": bias, "sinks": arrays.get("sinks_H")}
+        # On an H100, the gradient of slopes in true fp32, a sum over all scores, is 2.74e-4 of 106
+        # off: 2.3 times as far as that of a shifted softmax.
+        extra = {"bias": bias, "sinks": arrays.get("sinks_H"), "shifted": not slopes}
         visible = jnp.asarray(seen(shape, **mask))
         return finite(*textbook(*args[:3], visible, **extra, **theirs, flash=flash))
 

@@ -27,6 +27,7 @@ def textbook(
     sinks=None,
     flash=False,
     multiply=None,
+    shifted=True,
 ):
     """O and L in the inputs' own dtype; the softmax alone is fp32. Shapes as of
     `pallas_kernels.flash_attention`.
@@ -36,6 +37,7 @@ def textbook(
         sinks: a logit of each head.
         flash: the gradient of the scores is P ∘ (dP − Σ dO · O), of the rounded O.
         multiply: function of (B, H, M, K) and (B, H, K, N) instead of a matmul.
+        shifted: whether the largest score of a row is subtracted before the exponential.
     """
     multiply = multiply or functools.partial(jnp.matmul, precision="highest")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -46,7 +48,7 @@ def textbook(
     scores = scores if bias is None else scores + bias.astype(jnp.float32)
     seen = jnp.asarray(seen_BTS)[:, None]
     largest = jax.lax.stop_gradient(jnp.where(seen, scores, -jnp.inf).max(-1, keepdims=True))
-    largest = jnp.where(jnp.isfinite(largest), largest, 0)
+    largest = jnp.where(jnp.isfinite(largest) & shifted, largest, 0)
     weights = jnp.where(seen, jnp.exp(jnp.where(seen, scores - largest, 0)), 0)
     total = weights.sum(-1, keepdims=True)
     if sinks is not None:

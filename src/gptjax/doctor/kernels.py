@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,9 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 # Relative error of a result or gradient in the 2-norm. Correct kernels in bf16 or TF32 are below
 # 1 %; a wrong tile, mask or barrier changes a larger part.
 LIMIT = 0.02
+# XLA captures cuDNN's launches in a CUDA graph. A launch of another thread in the meantime can make
+# the capture fail.
+_RUNNING = threading.Lock()
 
 
 def check_all() -> Iterator[Result]:
@@ -61,11 +65,15 @@ def check(operation: str, back_end: str) -> Result:
 def relative_error(example: extend.Example, back_end: str) -> float:
     """Return the largest relative error of the results and gradients of an example."""
     random = np.random.default_rng(0)
-    arrays = [jnp.asarray(random.standard_normal(x.shape), x.dtype) for x in example.shapes]
-    exact = [x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(jnp.float32) for x in arrays]
+    arrays = [random.standard_normal(x.shape).astype(x.dtype) for x in example.shapes]
+    exact = [x if jnp.issubdtype(x.dtype, jnp.integer) else x.astype(np.float32) for x in arrays]
     options = compiler_options()  # without them, XLA times variants of every matmul
     pairs = ((back_end, arrays), (None, exact))
-    results = [jax.jit(complete(example, f), compiler_options=options)(*x) for f, x in pairs]
+    compiled = [
+        jax.jit(complete(example, f)).lower(*x).compile(compiler_options=options) for f, x in pairs
+    ]
+    with _RUNNING:
+        results = jax.device_get([f(*x) for f, (_, x) in zip(compiled, pairs, strict=True)])
     errors = []
     for pair in zip(*map(jax.tree.leaves, results), strict=True):
         x, y = (np.asarray(array, np.float64) for array in pair)
