@@ -214,7 +214,7 @@ def overview_table(results: Results) -> str:
 
 # Results of `bench step`: a row in bf16, or with the head alone in FP8, then a row in FP8.
 FP8_STEPS = (
-    *("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_36", "llama3_1b_16_h100"),
+    *("fp8_and_bf16_64", "fp8_gpt2_large_64", "fp8_gpt2_xl_15x32_h100", "llama3_1b_16_h100"),
     "fp8_speedrun_stage_5",
 )
 
@@ -225,7 +225,8 @@ def fp8_step_table(results: Results) -> str:
     for name in FP8_STEPS:
         before, row = results[f"step/{name}"]["rows"]
         memory = [f"{r.get('needed_gib', r['peak_gib']):.1f}" for r in (before, row)]
-        case = f"{row['model']}, B = {row['batch']}"
+        accumulated = f" × {row['micro_batches']}" if row.get("micro_batches", 1) > 1 else ""
+        case = f"{row['model']}, B = {row['batch']}{accumulated}"
         lines.append([case, before["precision"], ratio(before["ms"] / row["ms"]), *memory])
     head = ("model", "compared with", "speed of `fp8`", "GiB before", "GiB with `fp8`")
     return markdown(head, lines)
