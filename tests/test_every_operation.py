@@ -578,6 +578,8 @@ def test_numerics_name_a_precision(name):
     for numerics, precision in (("fp32", of_jax.HIGHEST), ("tf32", of_jax.HIGH), ("bf16", None)):
         traces.append(traced(numerics=numerics))
         assert traces[-1] == traced(precision=precision)
+        if precision is not None:
+            assert traces[-1] == traced(precision=precision.name.lower())
     assert len({*traces}) == 3 and traces[0].count("highest") >= 2 * traces[0].count("dot_general[")
     refused(f, *args, **how, numerics="tf32", precision="highest", match="numerics or precision")
     plain_only = operation in ("flash_attention", "xxt", "xtx", "ba_plus_caa")

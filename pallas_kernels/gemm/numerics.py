@@ -29,6 +29,7 @@ No scale depends on earlier steps: there is no state.
 """
 
 import abc
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -237,6 +238,11 @@ class Plain(Numerics):
     """
 
     precision: jax.lax.PrecisionLike = None
+
+    def __post_init__(self):
+        if isinstance(self.precision, str):
+            with contextlib.suppress(ValueError):  # the name of an algorithm stays
+                object.__setattr__(self, "precision", jax.lax.Precision(self.precision))
 
     @property
     def name(self) -> str:
