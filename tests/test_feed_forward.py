@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparison_tools import rms
+from comparison_tools import assert_within_twice, max_abs, rms
 from kernel_tools import OPTIMIZED, h200, lower_for_h200, on_gpu
-from rule_tools import check, refused
+from rule_tools import check, refused, runs_are_equal
 
 from pallas_kernels import _dispatch
 from pallas_kernels.feed_forward import (
@@ -22,6 +22,7 @@ from pallas_kernels.feed_forward import (
     mlp,
     reference,
 )
+from pallas_kernels.gemm import Plain
 
 FUNCTIONS = {"gelu": linear_gelu, "relu_squared": linear_relu_squared}
 HIGH, HIGHEST = jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
@@ -264,6 +265,52 @@ def test_errors(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------- Triton
+
+
+@pytest.mark.parametrize("activation", FUNCTIONS)
+@pytest.mark.parametrize(
+    "back_end, n, o, bias",
+    [
+        # More tiles down than one group holds.
+        *(("triton", 64 * 17 + 5, 67, bias) for bias in (True, False)),
+        *on_gpu(*(("triton", *x) for x in ((4096, 3072, 1), (1111, 1001, 0), (1, 1, 1)))),
+    ],
+)
+def test_the_passes_are_their_definition(back_end, n, o, bias, activation, interpreter):
+    """Without products beside them: they are true fp32, whatever those are. Transposes are exact,
+    and nothing is made that was not asked for."""
+    from pallas_kernels.feed_forward import triton
+
+    rng = np.random.default_rng(0)
+    dy, product = (jnp.asarray(2 * rng.standard_normal((n, o)), FP32) for _ in range(2))
+    b = jnp.asarray(rng.standard_normal(o), FP32) if bias else jnp.zeros(o)
+    given = b if bias else None
+
+    def passes(product, dy, transposed):
+        stored = Plain(HIGH if transposed else HIGHEST).hidden_format(activation, FP32)
+        how = {"activation": activation, "stored": stored}
+        y, *_ = triton.activated_pass(product, given, **how)
+        return y, *triton.gradient(dy, product, given, None, again=transposed, **how)
+
+    y, du, du_transposed, db, y_transposed = runs_are_equal(
+        lambda *args: passes(*args, True), product, dy, times=3
+    )
+    np.testing.assert_array_equal(du_transposed, du.T)
+    np.testing.assert_array_equal(y_transposed, y.T)
+    _, bare, none, same_db, no_y = jax.jit(lambda *args: passes(*args, False))(product, dy)
+    assert none is no_y is None and (db is None) == (same_db is None) == (not bias)
+    np.testing.assert_array_equal(bare, du)
+
+    plain = jax.nn.gelu if activation == "gelu" else lambda u: jnp.square(jax.nn.relu(u))
+    their_y, pull = jax.vjp(lambda u: plain(u), product + b[None])
+    true_y, true_du = exact_passes(product, b, dy, activation)
+    for name, *arrays in (("y", y, their_y, true_y), ("du", du, *pull(dy), true_du)):
+        for norm in (rms, max_abs):
+            assert_within_twice(*arrays, norm=norm, name=name)
+    if bias:
+        # Of what was written: the rounding of an fp32 sum of so many numbers.
+        written = np.asarray(du, np.float64)
+        assert (np.abs(db - written.sum(0)) <= 2e-6 * np.abs(written).sum(0)).all()
 
 
 @pytest.mark.parametrize("u", [-1e12, -100, -12, 0, 12, 100, 1e12])
