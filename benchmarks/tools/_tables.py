@@ -225,8 +225,9 @@ def fp8_step_table(results: Results) -> str:
     for name in FP8_STEPS:
         before, row = results[f"step/{name}"]["rows"]
         memory = [f"{r.get('needed_gib', r['peak_gib']):.1f}" for r in (before, row)]
-        accumulated = f" × {row['micro_batches']}" if row.get("micro_batches", 1) > 1 else ""
-        case = f"{row['model']}, B = {row['batch']}{accumulated}"
+        case = f"{row['model']}, B = {row['batch']}"
+        if row.get("micro_batches", 1) > 1:
+            case += f", {row['micro_batches']} micro-batches"
         lines.append([case, before["precision"], ratio(before["ms"] / row["ms"]), *memory])
     head = ("model", "compared with", "speed of `fp8`", "GiB before", "GiB with `fp8`")
     return markdown(head, lines)
