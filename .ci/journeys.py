@@ -88,7 +88,7 @@ def evaluate() -> None:
     """score the run on a text of one's own"""
     file("own.txt").write_text(TEXT[:3000])
     shown = run("gptjax evaluate runs/gpt2_tiny --task bits-per-byte --file own.txt")
-    expect(r"bits-per-byte +│ [0-7]\.", shown)
+    expect(r"bits-per-byte +[0-7]\.", shown)
 
 
 def plot() -> None:
