@@ -1,5 +1,5 @@
-"""gptjax.optim.normuon: each part against its equation in float64, and the matrices of a parameter,
-by its layout, on one device and on two. test_speedrun_training.py follows PyTorch."""
+"""gptjax.optim.normuon: each part against its equation in float64, twenty steps against PyTorch,
+and the matrices of a parameter, by its layout, on one device and on two."""
 
 import functools
 
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 from flax import nnx
-from reference.normuon import neuron_norm
+from reference.normuon import neuron_norm, torch_step
 from reference.normuon import polar_express as exact_polar_express
 
 from gptjax.models.gpt2 import GPT2, GPT2Config
@@ -111,6 +112,49 @@ def test_follows_the_equations(decay_form):
             decay = wd * (float(lr(k)) if decay_form == "lr²" else 1.0)
             w = w - w * (v * w >= 0) * decay * rate - v * rate
         np.testing.assert_allclose(p[name], w, rtol=0, atol=FP32 * 10 * float(lr(9)), err_msg=name)
+
+
+def test_twenty_steps_of_training_follow_pytorch():
+    """A small network, whose gradients depend on what the optimizer did before."""
+    x, y = normal(64, 12, seed=1), normal(64, 5, seed=2)
+    weights = {"up": normal(12, 20, seed=3) * 0.3, "down": normal(20, 5, seed=4) * 0.2}
+    lr = lambda k: 0.05 * (1 - jnp.float32(k) / 40)
+
+    def loss_fn(p, x, y):
+        return jnp.square(jnp.tanh(x @ p["up"]) @ p["down"] - y).mean()
+
+    tx = normuon(
+        lr, momentum=momentum_schedule(10**6), weight_decay=lambda k: 1.2 * lr(k), method=in_fp32
+    )
+    p = as_jax(weights)
+    state, losses = tx.init(p), []
+
+    @jax.jit
+    def step(p, state):
+        loss, grads = jax.value_and_grad(loss_fn)(p, as_jax(x), as_jax(y))
+        updates, state = tx.update(grads, state, p)
+        return optax.apply_updates(p, updates), state, loss
+
+    for _ in range(20):
+        p, state, loss = step(p, state)
+        losses.append(float(loss))
+
+    up, down = (torch.tensor(w.T.copy(), dtype=torch.float32) for w in weights.values())
+    states = [
+        (torch.zeros_like(w), torch.zeros(axis)) for w, axis in ((up, (20, 1)), (down, (1, 20)))
+    ]
+    tx32, ty32 = (torch.tensor(a, dtype=torch.float32) for a in (x, y))
+    wanted = []
+    for k in range(20):
+        loss = (torch.tanh(tx32 @ up.requires_grad_().T) @ down.requires_grad_().T - ty32).square()
+        loss.mean().backward()
+        wanted.append(loss.mean().item())
+        how = {"beta": 0.85 + 0.1 * k / 300, "lr": float(lr(k)), "decay": 1.2 * float(lr(k))}
+        for w, state in zip((up, down), states, strict=True):
+            torch_step(w, w.grad, *state, **how)
+            w.grad = None
+    assert wanted[-1] < 0.7 * wanted[0]
+    np.testing.assert_allclose(losses, wanted, rtol=2e-4)
 
 
 def test_under_nnx_optimizer_gpt2s_groups_apply():
