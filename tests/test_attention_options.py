@@ -61,8 +61,8 @@ def arguments(shape, dtype, options, seed=0):
                 bias.astype(jnp.float32)[None, :, None, None]
                 * jnp.asarray(distance, jnp.float32)[None, None]
             )
-        # On an H100, the gradient of slopes in true fp32, a sum over all scores, is 2.74e-4 of 106
-        # off: 2.3 times as far as that of a shifted softmax.
+        # On an H100, the gradient of slopes in true fp32, a sum over all scores of size 106, has an
+        # error of 2.74e-4: 2.3 times the error of the textbook with shifted scores.
         extra = {"bias": bias, "sinks": arrays.get("sinks_H"), "shifted": not slopes}
         visible = jnp.asarray(seen(shape, **mask))
         return finite(*textbook(*args[:3], visible, **extra, **theirs, flash=flash))

@@ -54,7 +54,7 @@ def test_mosaic_on_a_cpu(mosaic_on_cpu, monkeypatch, request, triton, whole):
     """Without Triton's passes around Mosaic's kernel, and with them as on a GPU."""
     if triton:
         request.getfixturevalue("triton_on_cpu")
-    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: whole)
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes, **passes: whole)
     # The backward pass is traced once for these shapes, whatever was patched then.
     jax.clear_caches()
     check_all("mosaic", 2, 67 if triton else 136, 64, heads=1 + triton)
@@ -151,7 +151,7 @@ def test_fp8(back_end, batch, time, heads, head_dim, interpreter, monkeypatch):
         monkeypatch.setattr(mosaic_backward, "stores_fp8", lambda *sizes: stored)
         return jax.jit(jax.grad(lambda *args: loss(*args), (0, 1, 2)))(*args)
 
-    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes: True)
+    monkeypatch.setattr(mosaic_backward, "whole_heads_are_faster", lambda *sizes, **passes: True)
     for ours, expected in zip(gradients(True), gradients(False), strict=True):
         difference = float(jnp.linalg.norm(ours - expected))
         assert 0 < difference < 0.04 * float(jnp.linalg.norm(expected))

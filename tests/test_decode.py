@@ -200,6 +200,13 @@ def test_no_derivative(implementation, one_program):
     jax.grad(lambda weights: f(jax.lax.stop_gradient(weights)))(weights)
 
 
+@pytest.mark.parametrize("precision", [jax.lax.Precision.HIGH, "high"])
+def test_tf32_is_refused_by_triton(triton_on_cpu, precision):
+    args = inputs(jnp.float32, (3,), blocks=1, heads=1, head_dim=64, vocab=64, positions=8)
+    with pytest.raises(ValueError, match="computes fp32 matmuls in true fp32, not in TF32"):
+        decode_step(*args, precision=precision, implementation="triton")
+
+
 def compiled_for_an_h200(batch, blocks):
     sizes = SHAPE_124M | {"blocks": blocks}
     args = jax.eval_shape(lambda: inputs(jnp.bfloat16, (0,) * batch, **sizes))

@@ -250,7 +250,7 @@ def test_errors(monkeypatch):
     for bad in ((x, w.T, b), (x, w, b[:1]), (x, w[0], b), (x[0, 0], w, b)):
         refused(linear_gelu, *bad, match=message)
     w2 = jnp.zeros((2, 3), BF16)
-    for bad in (w2.T, w2[0], w2.astype(FP16)):
+    for bad in (w2.T, w2[0], w2.astype(FP16), None):
         message = r"mlp: expected w2 \(O, C\) with O=2, of x's dtype or float32, got"
         refused(mlp, x, w, b, bad, match=message)
     monkeypatch.setattr(_dispatch, "why_not_mosaic", lambda: None)

@@ -110,10 +110,10 @@ class BesideJla(Step):
             for row, side, measured in zip(rows, sides, times, strict=True):
                 if "error" in row:
                     continue
+                say(f"{label(row)}: turn {turn + 1} of {TURNS}")
                 try:
                     measured += sustained(side.run, seconds=self.seconds)
-                    said = f"{1e3 * statistics.median(measured):.2f} ms"
-                    say(f"{label(row)}: turn {turn + 1} of {TURNS}, {said}")
+                    say(f"{1e3 * statistics.median(measured):.2f} ms")
                 except Exception as error:
                     row["error"] = first_line(error)
                 side.rest()  # two states and an executable's temporaries do not fit

@@ -38,16 +38,15 @@ FP8_LENGTH = 128
 
 
 def stores_fp8(batch: int, length: int, heads: int) -> bool:
-    """Return whether `backward` can store the gradients of packed operands in FP8. Split heads
-    would take three more passes, which are estimated at 384/S of the kernel's time: two over dQ,
-    and the conversion."""
+    """Return whether `backward` can store the gradients of packed operands in FP8, and is estimated
+    to be faster so. Split heads need two passes over dQ and one that converts the gradients."""
     fits = length % FP8_LENGTH == 0
-    return fits and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms(), 384)
+    return fits and whole_heads_are_faster(batch * heads, length, _mosaic.num_sms(), passes=384)
 
 
 def whole_heads_are_faster(heads: int, keys: int, blocks: int, passes: int = 128) -> bool:
-    """Return whether the idle thread blocks of the last round cost less than the two passes over dQ
-    of split heads. The passes are estimated at 128/S of the kernel's time."""
+    """Return whether the idle thread blocks of the last round cost less than the passes of split
+    heads, which are estimated at passes/S of the kernel's time: 128 for two passes over dQ."""
     rounds = pl.cdiv(heads, blocks)
     return rounds * blocks <= heads * (1 + passes / keys)
 

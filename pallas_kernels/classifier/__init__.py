@@ -374,8 +374,9 @@ class Options:
 
 def _run(options, logits_NV, labels, weights_M):
     if options.backend == "triton":
-        scale = options.scale
         from pallas_kernels.classifier import triton
+
+        scale = options.scale
 
         def f(*args):
             if shards_of("v").axes:

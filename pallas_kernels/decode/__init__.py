@@ -37,6 +37,7 @@ from pallas_kernels import _calls, _dispatch
 from pallas_kernels._dispatch import REFERENCE, TRITON, XLA, BackEnd
 from pallas_kernels._partition import Rule
 from pallas_kernels._types import Array, Float, Int, PyTree
+from pallas_kernels.gemm.numerics import Plain
 from pallas_kernels.sampling import NO_DERIVATIVE, Filters, sample_token
 
 Implementation = Literal["auto", "triton", "xla", "reference"]
@@ -137,7 +138,7 @@ def _why_not_triton(facts: Facts) -> str | None:
             return f"needs a multiple of {LEAST_CHUNK} {name}, not {size}"
     if facts.head_dim & (facts.head_dim - 1):
         return f"needs a power of two as the channels of a head, not {facts.head_dim}"
-    if dtype == jnp.float32 and facts.precision == jax.lax.Precision.HIGH:
+    if dtype == jnp.float32 and Plain(facts.precision).tf32:
         return "computes fp32 matmuls in true fp32, not in TF32"
     return None
 

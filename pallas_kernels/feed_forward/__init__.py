@@ -162,16 +162,16 @@ def activated_mlp(
 
 
 def _checked(operation, x, w, b, w2, activation, output_major, numerics, implementation):
-    """Compute a(x w + b) w2, or a(x w + b) if w2 is None."""
+    """Compute a(x w + b) w2 for the operation "mlp", else a(x w + b)."""
     given, x = x, exact(x)
     w_IO = w.T if output_major else w
     outputs = check(operation, x, w_IO, b)
-    if w2 is not None:
+    if operation == "mlp":
+        expected = f"mlp: expected w2 (O, C) with O={outputs}, of x's dtype or float32, got"
+        if w2 is None:
+            raise ValueError(f"{expected} None")
         if w2.ndim != 2 or w2.shape[0] != outputs or w2.dtype not in (x.dtype, jnp.float32):
-            raise ValueError(
-                f"mlp: expected w2 (O, C) with O={outputs}, of x's dtype or float32, got "
-                f"{w2.shape} in {w2.dtype}"
-            )
+            raise ValueError(f"{expected} {w2.shape} in {w2.dtype}")
         outputs = w2.shape[1]
     backend = _dispatch.select(
         operation,

@@ -18,8 +18,8 @@ class Parts:
     Attributes:
         matmuls: numerics of all matmuls except those of `blocks` and `head`: fp32, tf32 or bf16.
         residual: dtype of the residual stream.
-        blocks: numerics of the q, k and v projection, of attention's output projection from
-            `WIDE` channels and of the MLP in the training step; None: `matmuls`.
+        blocks: numerics of the q, k and v projection, of attention's output projection of at least
+            `WIDE` channels, and of the MLP, in the training step; None: `matmuls`.
         head: numerics of the LM head in the training step; None: `matmuls`.
     """
 
@@ -52,8 +52,8 @@ PRECISIONS = {
 """By name. A further entry is a further precision: examples/new_precision.py."""
 
 WIDE = 1024
-"""Channels from which attention's output projection is in FP8: with 768, the conversion of its
-operands takes as long as its matmuls save."""
+"""Least number of channels for which attention's output projection is in FP8. With 768, the
+conversion of the operands is estimated to cost the time that FP8 matmuls save."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class Precision:
 
     fp8_head is bf16 with the matmuls of the LM head in FP8 (`pallas_kernels.linear_cross_entropy`)
     in the training step. In fp8, the matmuls of the q, k and v projection and of the MLP are also
-    in FP8 (pallas_kernels/gemm), and from `WIDE` channels attention's output projection.
-    Evaluation and generation compute as bf16.
+    in FP8 (pallas_kernels/gemm), and those of attention's output projection of at least `WIDE`
+    channels. Evaluation and generation compute as bf16.
 
     Raises:
         ValueError: the name is not in the table.

@@ -21,8 +21,8 @@ DTYPES = (jnp.bfloat16, jnp.float32)
 # Relative error of a result or gradient in the 2-norm. Correct kernels in bf16 or TF32 are below
 # 1 %; a wrong tile, mask or barrier changes a larger part.
 LIMIT = 0.02
-# XLA captures cuDNN's launches in a CUDA graph. A launch of another thread in the meantime can make
-# the capture fail.
+# XLA captures cuDNN's launches in a CUDA graph. A launch of another thread during the capture can
+# make the capture fail.
 _RUNNING = threading.Lock()
 
 
