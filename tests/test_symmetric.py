@@ -86,7 +86,8 @@ def test_output_and_gradient(back_end, kernel, shape, dtype, interpreter):
     argnums = None if gradient else ()
     plain = functools.partial(textbook, kernel)
     out, _ = check(f, plain, reference(kernel), (a,), argnums=argnums)
-    np.testing.assert_array_equal(np.float32(out), np.float32(out).mT)
+    if back_end != "xla":  # XLA's result is symmetric on some processors only
+        np.testing.assert_array_equal(np.float32(out), np.float32(out).mT)
 
 
 @pytest.mark.parametrize("kernel", FUNCTIONS)
