@@ -18,8 +18,8 @@ returns the reason why the device cannot run Triton kernels, or None.
 `python -m gptjax.doctor` compares with the definition. `recorded` lists the back ends that the
 operations of a function select.
 
-`examples/new_kernel` is a complete kernel; docs/extending.md describes the steps. Importing this
-module imports neither Triton nor Mosaic GPU.
+`examples/new_kernel` is a complete kernel; docs/extending_kernel.md describes the steps. Importing
+this module imports neither Triton nor Mosaic GPU.
 """
 
 import collections.abc
@@ -105,17 +105,18 @@ def triton_call(
 def tracing_for(compute_capability: tuple[int, int]) -> collections.abc.Iterator[None]:
     """Select the back ends of an NVIDIA GPU of this compute capability, in traces without one.
 
-    A Triton launch becomes a call of the kernel's name with the same arrays: the functions can be
-    traced and their memory planned, but not compiled or run. Use it with
+    A Triton launch, and cuDNN's attention, becomes a call of its name with the same arrays: the
+    functions can be traced and their memory planned, but not compiled or run. Use it with
     `jax.sharding.use_abstract_mesh` and an `AbstractDevice`, which Mosaic's kernels read.
     """
-    from pallas_kernels import _dispatch, _triton
+    from pallas_kernels import _dispatch, _triton, attention
 
     changes = {"platform": lambda: "gpu", "capability": lambda: compute_capability}
     changes |= {"why_not_triton": lambda: None}
     with (
         unittest.mock.patch.multiple(_dispatch, **changes),
         unittest.mock.patch.object(_triton, "call", _named_call),
+        unittest.mock.patch.object(attention, "in_cudnn", lambda options, *qkv: _cudnn(*qkv)),
     ):
         yield
 
@@ -128,3 +129,25 @@ def _named_call(kernel, *args, out, in_place=(), **_):
     aliases = {places[id(args[i])]: k for k, i in enumerate(in_place)}
     name = getattr(kernel, "__name__", "kernel")
     return tuple(jax.ffi.ffi_call(name, shapes, input_output_aliases=aliases)(*arrays))
+
+
+@jax.custom_vjp
+def _cudnn(q_BTHD, k_BSKD, v_BSKE):
+    """Replace cuDNN's attention, which JAX traces only where cuDNN is installed."""
+    return _cudnn_forward(q_BTHD, k_BSKD, v_BSKE)[0]
+
+
+def _cudnn_forward(*qkv):
+    (b, t, h, _), e = qkv[0].shape, qkv[2].shape[-1]
+    out = jax.ShapeDtypeStruct((b, t, h, e), qkv[0].dtype)
+    lse = jax.ShapeDtypeStruct((b, h, t), "float32")
+    saved = jax.ffi.ffi_call("cudnn", (out, lse))(*qkv)
+    return saved[0], (*qkv, *saved)
+
+
+def _cudnn_backward(saved, dout):
+    qkv = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
+    return tuple(jax.ffi.ffi_call("cudnn", qkv)(*saved, dout))
+
+
+_cudnn.defvjp(_cudnn_forward, _cudnn_backward)

@@ -104,7 +104,17 @@ def test_command(tiny, capsys, monkeypatch):
     assert "fits" in out and "MFU" in out and "USD" not in out
 
 
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("gpu", plan.GPUS)
+def test_every_gpu(tiny, gpu, capsys):
+    """auto selects cuDNN's attention on all but Hopper."""
+    assert plan.main(tiny, gpu=gpu) == 0
+    assert f"1 × {gpu}" in capsys.readouterr().out
+
+
 def test_errors(tiny, capsys):
+    assert plan.main(tiny, price=-1.0) == 1
+    assert "--price 0 or more" in capsys.readouterr().err
     assert plan.main(tiny, count=0) == 1
     assert "--count 1 or more" in capsys.readouterr().err
     assert plan.main(tiny, count=3) == 1

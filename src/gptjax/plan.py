@@ -240,6 +240,8 @@ def main(
     def command() -> None:
         if count < 1:
             raise ConfigError(f"expected --count 1 or more, got {count}")
+        if price is not None and price < 0:
+            raise ConfigError(f"expected --price 0 or more, got {price}")
         if importlib.util.find_spec("jax_triton") is None:
             raise ConfigError(
                 "plan traces the Triton kernels: pip install jax-triton; no GPU is needed"
