@@ -52,6 +52,7 @@ PRECISIONS["dynamic_fp8"] = Parts("bf16", "bfloat16", blocks=DynamicFp8(), head=
 
 config = Config(
     name="dynamic_fp8",
+    device="auto",
     dataset="stdlib_byte",
     model=GPT2Config(
         vocab_size=257,

@@ -54,10 +54,13 @@ def main(arguments: list[str] | None = None) -> int:
         except KeyboardInterrupt:  # the runs have it too, and save; the others do not start
             pool.shutdown(cancel_futures=True)
             return 128 + signal.SIGINT
+    if failed:
+        print(f"no picture: a run failed; its message is at the end of its file in {options.out}")
+        return 1
     runs = [options.out / f"lr{rate:g}-seed{seed}" for rate, seed in pairs]
     picture = [sys.executable, "-m", "gptjax.plot", *runs, "--group"]
     drawn = subprocess.run([*map(str, picture), "--out", f"{options.out}/sweep.png"])
-    return 1 if failed or drawn.returncode else 0
+    return drawn.returncode
 
 
 if __name__ == "__main__":

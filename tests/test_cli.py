@@ -2,11 +2,13 @@
 
 import dataclasses
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
 
-from gptjax.cli import from_command_line, load
+from gptjax import precision
+from gptjax.cli import from_command_line, load, needed_file
 from gptjax.config import Config, to_json
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import ALGORITHMS, MuonConfig, NorMuonConfig, OptimizerConfig
@@ -89,6 +91,21 @@ class Mine(OptimizerConfig):
 
 config = Config(optimizer=Mine(b1=0.5))
 """
+
+
+def test_commands_need_the_file_of_a_precision(tmp_path, monkeypatch):
+    path = tmp_path / "its own.py"
+    path.write_text(
+        "from gptjax import Config, GPT2Config, Precision, precision\n"
+        "precision.PRECISIONS['own'] = precision.PRECISIONS['bf16']\n"
+        "config = Config(model=GPT2Config(precision=Precision('own')))\n"
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", f"--config={path}"])
+    try:
+        config = load(path)
+    finally:
+        del precision.PRECISIONS["own"]
+    assert needed_file(config) == f" --config '{path}'" and needed_file(Config()) == ""
 
 
 def test_a_config_file_may_define_its_own_optimizer(tmp_path):

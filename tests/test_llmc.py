@@ -104,3 +104,10 @@ def test_layout(tmp_path, shape, dtype):
         expected = round_to_bf16(expected) if dtype == "bf16" else expected
         np.testing.assert_array_equal(in_file(tensors, name), expected, err_msg=name)
         np.testing.assert_array_equal(found[name], expected, err_msg=name)
+
+
+def test_a_pickle_of_pytorch_is_refused(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    path.write_bytes(b"PK\3\4" + bytes(2000))
+    with pytest.raises(gptjax.weights.WeightsError, match=r"zip archive, as of PyTorch's pickles"):
+        gptjax.load_llmc(path)

@@ -30,7 +30,10 @@ def answer(model: gptjax.GPT2, tokenizer: gptjax.data.Tokenizer, question: str) 
 
 def main(path: str, *questions: str) -> None:
     """Print each question and its answer."""
-    model, tokenizer = gptjax.load(path)
+    try:
+        model, tokenizer = gptjax.load(path)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
     for question in questions:
         print(f"{question}  {answer(model, tokenizer, question)}")
 

@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import json
 import os
+import shlex
 import sys
 import traceback
 import typing
@@ -19,6 +20,9 @@ from gptjax.config import Config, ConfigError
 from gptjax.optim import ALGORITHMS, switch_algorithm
 from gptjax.precision import PRECISIONS, Precision
 from gptjax.terminal import docstrings
+
+# Without those of config files.
+_PRECISIONS = frozenset(PRECISIONS)
 
 # Boxes of --help with their options. Everyday options are first; the rest is in the box "training".
 BOXES = {
@@ -202,6 +206,17 @@ def load(path: Path) -> Config:
             + ("missing" if config is None else f"a {type(config).__name__}")
         )
     return config
+
+
+def needed_file(config: Config) -> str:
+    """Return this process's option --config, with a space in front, if commands need it for a saved
+    model of the config: gptjax does not define its class or its precision. Else return ""."""
+    own = type(config.model).__module__.startswith("gptjax.")
+    if own and config.model.precision.name in _PRECISIONS:
+        return ""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", default="FILE")
+    return f" --config {shlex.quote(parser.parse_known_args()[0].config)}"
 
 
 def _why_not_loaded(path: Path, error: BaseException) -> str:

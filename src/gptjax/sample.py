@@ -67,7 +67,7 @@ class Sample(ModelOptions):
         """Return the prompts of --prompt and --prompt-file, in this order; [""] without any.
 
         Raises:
-            ConfigError: a prompt is empty, or a file is not UTF-8 text.
+            ConfigError: a prompt or a text of --stop is empty, or a file is not UTF-8 text.
             OSError: a file cannot be read.
         """
         prompts = [*self.prompt]
@@ -80,6 +80,8 @@ class Sample(ModelOptions):
             prompts.append(text)
         if "" in prompts:
             raise ConfigError(f"prompt {prompts.index('') + 1} is empty")
+        if "" in self.stop:
+            raise ConfigError("--stop: expected texts that are not empty")
         return prompts or [""]
 
 

@@ -212,7 +212,8 @@ class ModelConfig(abc.ABC):
         if self.padded_vocab_size < self.vocab_size:
             raise ValueError(
                 f"{name}: padded_vocab_size={self.padded_vocab_size} is below "
-                f"vocab_size={self.vocab_size}"
+                f"vocab_size={self.vocab_size}; give padded_vocab_size={_padded(self.vocab_size)} "
+                f"(--model.padded-vocab-size {_padded(self.vocab_size)}) too"
             )
         if self.padded_vocab_size - self.vocab_size > MAX_PADDING:
             least = _padded(self.vocab_size)

@@ -29,7 +29,8 @@ def config_class(name: str) -> type[ModelConfig]:
     names = ", ".join(sorted({kind.__name__ for kind in known}))
     raise LookupError(
         f"expected one of the architectures {names}, found {name}; import the Python file that "
-        f"defines {name} first (gptjax.sample and gptjax.evaluate: --config FILE)"
+        f"defines {name} first (gptjax sample and evaluate: --config FILE; export writes models of "
+        "gptjax only)"
     )
 
 

@@ -93,7 +93,8 @@ def schedule(
     if begin < warmup_steps or (final_steps and begin > end):
         raise ValueError(
             f"schedule: expected {warmup_steps} steps of warm-up, {cooldown or 0:g} of cooldown "
-            f"and {final_steps} final ones to fit into {total_steps}"
+            f"and {final_steps} final ones to fit into {total_steps}; lower warmup_steps, "
+            "cooldown_steps or final_steps (--optimizer.warmup-steps …), or train more steps"
         )
 
     def decayed(step):

@@ -66,8 +66,11 @@ class Resume:
         if self.step is None or self.step < config.max_steps:
             return None
         how = "" if config.optimizer.extensible else " with --resume with_changes"
-        done = f"{self.step} of {config.max_steps} steps; a higher --max-steps{how} extends it"
-        return f"{config.run_dir} is complete: {done}"
+        if self.step > config.max_steps:
+            done = f"it is at step {self.step} already, after --max-steps {config.max_steps}"
+        else:
+            done = f"{self.step} of {config.max_steps} steps"
+        return f"{config.run_dir} is complete: {done}; a higher --max-steps{how} extends it"
 
     def set_aside(self, say: Callable[[str, object], object]) -> None:
         """Rename the damaged checkpoints, so that the run can save their steps again.

@@ -103,6 +103,11 @@ def _kinds(config: GPT2Config) -> list[Kind]:
 
 def _read_header(path: Path) -> list[int]:
     header = np.fromfile(path, "<i4", HEADER_INTS).tolist()
+    if header[:1] == [int.from_bytes(b"PK\3\4", "little")]:
+        raise ValueError(
+            "expected an llm.c model, found a zip archive, as of PyTorch's pickles, which could "
+            "run code. Save the model again with save_pretrained(path, safe_serialization=True)"
+        )
     if len(header) < HEADER_INTS or header[0] != MAGIC or header[1] not in DTYPES:
         raise ValueError(
             f"expected a header of {HEADER_BYTES} bytes, which begins with the magic {MAGIC} of an "
