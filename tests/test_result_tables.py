@@ -57,7 +57,7 @@ def test_a_caption_has_the_origin_as_the_files_have_it():
     folder = tool.ROOT / "benchmarks/results"
     first, last = (
         json.loads((folder / f"step/{name}.json").read_text())
-        for name in ("bf16_64", "long_131072")
+        for name in ("bf16_64", "llama3_1b_16_torch_h100")
     )
     link = "[step](../benchmarks/results/step)"
     origin = f"{first['device']}; {last['device']}, {first['date']} to {last['date']}: {link}"

@@ -99,7 +99,7 @@ STEPS = {
     "774M, bf16, B = 64": "gpt2_large_64",
     "1558M, bf16, B = 36": "gpt2_xl_36",
     "Llama 3, 124M, bf16, B = 64": "llama3_124m_64_torch",
-    "Llama 3, 1B, bf16, B = 16": "llama3_1b_16_torch",
+    "Llama 3, 1B, bf16, B = 16, H100": "llama3_1b_16_torch_h100",
     **{
         f"124M, {precision}, T = {length:,}": f"long_{length}:{precision.lower()}"
         for length in (32_768, 131_072)
