@@ -8,21 +8,13 @@ gather the arrays on every device.
 
 import contextvars
 import dataclasses
-import functools
-import hashlib
-import importlib.metadata
 import math
-import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.extend
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 Names = list[str]
@@ -249,6 +241,12 @@ def _merging(f: Callable, rule: Rule) -> Callable:
 
 
 def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
+    if jax.config.jax_remove_custom_partitioning_ptr_from_cache_key:
+        raise ValueError(
+            "found jax_remove_custom_partitioning_ptr_from_cache_key=True: with JAX's compilation "
+            "cache, kernels of equal shapes would share an executable, with wrong results; set it "
+            "to False, or call the kernels in jax.shard_map"
+        )
     given = [x is not None for x in _leaves(args)]
     arguments = _present(rule.sides[0], given)
     sizes = {
@@ -317,19 +315,12 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
 
     call = custom_partitioning(f_traced)
     call.def_partition(partition=partition, sharding_rule=of_shardy)
-    explicit = _axes_of(mesh, AxisType.Explicit)
-    cached = jax.config.jax_remove_custom_partitioning_ptr_from_cache_key
-    if not (explicit or cached):
+    if not (explicit := _axes_of(mesh, AxisType.Explicit)):
         return call(*args)
     device = mesh.abstract_device
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
         plain = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        jaxpr, shapes = jax.make_jaxpr(f_traced, return_shape=True)(*plain)
-    if cached:
-        # JAX's key of the executable then has this attribute in place of the pointer of f.
-        call = set_xla_metadata(launch=digest(jaxpr, rule))(call)
-    if not explicit:
-        return call(*args)
+        shapes = jax.eval_shape(f_traced, *plain)
     specs = [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)]
     axes = rule.sharded(arguments, specs, sizes, dict(mesh.shape))
     for names, spec in zip(arguments, specs, strict=True):
@@ -342,36 +333,6 @@ def _partitioned(f: Callable, rule: Rule, args: Any, mesh: AbstractMesh) -> Any:
     out = [_partition_spec(names, axes) for names in results[0]]
     out_sharding = jax.tree.unflatten(jax.tree.structure(shapes), out)
     return jax.sharding.auto_axes(call, axes=explicit, out_sharding=out_sharding)(*args)
-
-
-def digest(jaxpr: jax.extend.core.Jaxpr, rule: Rule) -> str:
-    """Return a digest of a launch: its jaxpr, its rule, the sources of its kernels and of this
-    package, and the versions of the compilers."""
-    # An address differs in each process.
-    text = re.sub(r"0x[0-9a-f]+", "", f"{jaxpr} {rule}").encode()
-    return hashlib.sha256(b"".join([text, _sources(), *_unprinted(jaxpr)])).hexdigest()
-
-
-def _unprinted(jaxpr: jax.extend.core.Jaxpr) -> Iterator[bytes]:
-    """Yield the parts of a jaxpr that its text lacks: constants and sources of Triton kernels."""
-    literals = [x.val for eqn in jaxpr.eqns for x in eqn.invars if hasattr(x, "val")]
-    for x in (*jaxpr.consts, *literals):
-        if not isinstance(x, jax.core.Tracer):  # such as a Ref of a Mosaic kernel
-            yield np.asarray(x).tobytes()
-    for eqn in jaxpr.eqns:
-        for value in jax.tree.leaves([*eqn.params.values()]):
-            if hasattr(value, "cache_key"):  # that of Triton: the functions it calls included
-                yield value.cache_key.encode()
-            elif hasattr(value, "eqns"):
-                yield from _unprinted(value)
-
-
-@functools.cache
-def _sources() -> bytes:
-    names = ("jax", "jax-triton", "triton")
-    found = [x for name in names for x in importlib.metadata.distributions(name=name)]
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    return b"".join([*(x.version.encode() for x in found), *(x.read_bytes() for x in files)])
 
 
 def _parts(arrays: list[tuple[Names, Any]]) -> dict[str, int]:

@@ -6,7 +6,6 @@ shapes of the launches, and all collectives.
 """
 
 import dataclasses
-import importlib.util
 import re
 from collections.abc import Callable
 from functools import partial
@@ -23,8 +22,7 @@ from process_tools import python
 
 import pallas_kernels as pk
 from pallas_kernels import _dispatch
-from pallas_kernels._partition import Rule, digest, overwriting, sharded
-from pallas_kernels.extend import triton_call
+from pallas_kernels._partition import Rule, overwriting, sharded
 from pallas_kernels.gemm import Plain
 
 B, T, H, D, C, F, V = 4, 32, 4, 16, 32, 64, 128
@@ -395,60 +393,12 @@ def test_sums_need_the_names_of_all_axes(triton_on_cpu):
     assert {*chosen} == {("xla", "xla")}
 
 
-SECOND_PROCESS = """
-import sys
-
-import jax
-import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
-
-from pallas_kernels.extend import Rule, looped
-
-folder, factor = sys.argv[1], float(sys.argv[2])
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_compilation_cache_dir", folder)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_remove_custom_partitioning_ptr_from_cache_key", True)
-x = jax.device_put(jnp.ones((4, 8)), NamedSharding(jax.make_mesh((2,), ("devices",)),
-                                                   PartitionSpec("devices")))
-events = []
-jax.monitoring.register_event_listener(lambda name, **_: events.append(name))
-f = jax.jit(looped("scaled", lambda x: factor * x, rule=Rule("n c -> n c", over="n")))
-events.clear()
-y = f(x)
-hits = events.count("/jax/compilation_cache/cache_hits")
-print(y.sum(), hits)
-"""
-
-
-def test_another_process_reads_the_executable_from_jaxs_cache(tmp_path):
-    """Unless the kernel is another one: the pointer of its rule is not part of the key."""
-
-    def run(factor):
-        return python("-c", SECOND_PROCESS, str(tmp_path), factor).split()
-
-    assert [run("2"), run("2"), run("3")] == [["64.0", "0"], ["64.0", "1"], ["96.0", "0"]]
-
-
-def test_digests_of_triton_kernels(tmp_path):
-    """The jaxprs of two functions of one name and module are equal, except for addresses."""
-    source = """
-import triton
-import triton.language as tl
-
-@triton.jit
-def kernel(x, out, N: tl.constexpr):
-    offsets = tl.arange(0, N)
-    tl.store(out + offsets, tl.load(x + offsets) * FACTOR)
-"""
-
-    def jaxpr(factor):
-        (path := tmp_path / f"{factor}.py").write_text(source.replace("FACTOR", factor))
-        spec = importlib.util.spec_from_file_location("kernels_of_a_user", path)
-        spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
-        out = [jax.ShapeDtypeStruct((8,), jnp.float32)]
-        call = jax.jit(lambda x: triton_call(module.kernel, x, out=out, grid=(1,), N=8))
-        return jax.make_jaxpr(call)(jnp.ones(8))
-
-    two, again, three = (digest(jaxpr(x), Rule("n -> n", "n")) for x in ("2", "2", "3"))
-    assert two == again != three
+def test_a_cache_key_without_the_kernel_is_refused():
+    option = "jax_remove_custom_partitioning_ptr_from_cache_key"
+    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh_of(AxisType.Auto), FIRST))
+    jax.config.update(option, True)
+    try:
+        with pytest.raises(ValueError, match=f"found {option}=True.*set it to False"):
+            jax.jit(sharded(lambda x: 2 * x, Rule("n c -> n c", over="n")))(x)
+    finally:
+        jax.config.update(option, False)
