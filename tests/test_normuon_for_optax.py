@@ -49,29 +49,6 @@ def test_the_module_imports_neither_kernels_nor_configs():
     assert "gptjax.optim.polar_express" in loaded and not foreign & {*loaded}
 
 
-def test_without_the_kernels_polar_express_is_the_same(tmp_path):
-    """A package of which Python knows that it is not there, and values of this process."""
-    code = (
-        "import sys; sys.modules['pallas_kernels'] = None\n"
-        "import jax.numpy as jnp, numpy as np\n"
-        "from gptjax.optim.polar_express import polar_express\n"
-        "x = np.load('x.npy')\n"
-        "for k, dtype in enumerate((jnp.float32, jnp.bfloat16)):\n"
-        "    both = [polar_express(jnp.asarray(a), dtype=dtype) for a in (x, x.swapaxes(1, 2))]\n"
-        "    np.savez(f'{k}.npz', *both)\n"
-        "try:\n"
-        "    polar_express(jnp.asarray(x), implementation='mosaic')\n"
-        "except ModuleNotFoundError as error:\n"
-        "    print(error)\n"
-    )
-    x = normal(2, 5, 9)
-    np.save(tmp_path / "x.npy", x)
-    assert "pallas_kernels" in python("-c", code, cwd=tmp_path)
-    for k, (dtype, atol) in enumerate(((jnp.float32, 1e-5), (jnp.bfloat16, 0.01))):
-        wanted = [polar_express(a, dtype=dtype) for a in (x, x.mT)]
-        assert_equal([*np.load(tmp_path / f"{k}.npz").values()], wanted, rtol=0, atol=atol)
-
-
 def test_fifty_steps_of_the_authors_algorithm_follow_pytorch():
     """Gradients of a quadratic: they depend on what the optimizer did before."""
     shapes, lr = {"wide": (5, 9), "tall": (9, 5), "square": (7, 7)}, 0.02

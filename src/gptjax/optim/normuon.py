@@ -16,8 +16,8 @@ The constants are modded-nanogpt's. `scale_by_neuron_norm` keeps the Frobenius n
 so that V needs no bias correction. Li et al.'s own algorithm, with V always of the outputs and with
 plain decay, is an example of `scale_by_normuon`.
 
-This module works with any optax code: it imports neither kernels nor configs. `polar_express` uses
-the kernels of `pallas_kernels` where they are installed.
+This module works with any optax code: it imports neither kernels nor configs. `polar_express`
+imports the kernels of `pallas_kernels` when it is called.
 
 `layout` maps a parameter's path, such as "blocks.0.attn.c_attn.kernel", to the layout of the
 parameter's matrices, `gptjax.optim.Matrices`.

@@ -4,8 +4,7 @@ Both methods scale X ← X / (‖X‖_F · margin + 1e-6), then iterate X ← a�
 Polar Express has other coefficients in each step. The iteration moves each singular value towards 1
 and keeps the singular vectors: U Σ Vᵀ becomes approximately U Vᵀ.
 
-Gram matrices and polynomials are the symmetric matmuls of `pallas_kernels`; plain matmuls where
-that package is not installed.
+Gram matrices and polynomials are the symmetric matmuls of `pallas_kernels`.
 
 Amsel, Persson, Musco, Gower, "The Polar Express", 2025; Jordan et al., "Muon", 2024.
 
@@ -78,8 +77,10 @@ def _iterate(x, coefficients, steps, margin, dtype, implementation):
         )
     if steps < 1:
         raise ValueError(f"expected at least one step, got {steps}")
+    # Imported here: an optimizer that does not call this function imports no kernels.
+    from pallas_kernels import ba_plus_caa, xtx, xxt
+
     dtype = jnp.dtype(dtype)
-    xxt, xtx, ba_plus_caa = _symmetric_matmuls(implementation)
     options = {
         "implementation": implementation,
         "precision": "highest" if dtype == jnp.float32 else None,
@@ -104,25 +105,3 @@ def _rounded(x, dtype):
     # matmuls: the polynomial of one matrix is applied to another, with an error of 2.2 % instead of
     # 1.2 % (256×1024, on a CPU).
     return jax.lax.optimization_barrier(x.astype(dtype))
-
-
-def _symmetric_matmuls(implementation):
-    """Return xxt, xtx and ba_plus_caa of `pallas_kernels`, which is imported here: an optimizer
-    without these functions does not need it."""
-    try:
-        from pallas_kernels import ba_plus_caa, xtx, xxt
-    except ModuleNotFoundError:
-        if implementation not in ("auto", "xla"):
-            raise
-        return _xxt, lambda a, **how: _xxt(a.mT, **how), _ba_plus_caa
-    return xxt, xtx, ba_plus_caa
-
-
-def _xxt(a, *, implementation, precision):
-    del implementation
-    return jnp.matmul(a, a.mT, precision=precision, preferred_element_type=jnp.float32)
-
-
-def _ba_plus_caa(a, *, b, c, d, implementation, precision):
-    squared = _xxt(a, implementation=implementation, precision=precision)
-    return d * jnp.eye(a.shape[-1]) + b * a.astype(jnp.float32) + c * squared
