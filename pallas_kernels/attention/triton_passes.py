@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
-from pallas_kernels.attention.triton_rows import load_each, load_rows, padded, store_rows
+from pallas_kernels.attention.triton_rows import load_each, load_rows, padded, place, store_rows
 from pallas_kernels.row_softmax.triton import LOG2E
 
 
@@ -88,9 +88,7 @@ def delta_kernel(
     ROWS: tl.constexpr, ZEROS: tl.constexpr, SUMS: tl.constexpr, BLOCKS: tl.constexpr,
     M: tl.constexpr,
 ):  # fmt: skip
-    # Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
-    h, block = tl.program_id(0) % H, tl.program_id(0) // H
-    t0, b = block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
+    h, t0, b = place(H, BLOCKS, M)
     at = b * T * H * D + h * D
     CHECKED: tl.constexpr = T < BLOCKS * M
     out_MP = load_rows(out_ptr + at, t0, H * D, T, D, M, P, CHECKED).to(tl.float32)
@@ -110,7 +108,7 @@ def delta_kernel(
     if SUMS:
         columns_P = tl.arange(0, P)
         tl.store(
-            sums_ptr + block.to(tl.int64) * (H * D) + h * D + columns_P,
+            sums_ptr + (tl.program_id(0) // H).to(tl.int64) * (H * D) + h * D + columns_P,
             tl.sum(dout_MP, 0),
             mask=columns_P < D,
         )

@@ -1,6 +1,6 @@
 """Triton loads of blocks of rows of a head from B·T·H·D, and stores.
 
-Shapes: R rows of a block, P the head dimension padded to a power of two.
+Shapes: R or M rows of a block, P the head dimension padded to a power of two.
 """
 
 import triton
@@ -9,6 +9,16 @@ import triton.language as tl
 
 def padded(head_dim: int) -> int:
     return max(16, triton.next_power_of_2(head_dim))
+
+
+@triton.jit
+def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
+    """Return this program's head, first row and sequence.
+
+    Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
+    """
+    block = tl.program_id(0) // HEADS
+    return tl.program_id(0) % HEADS, block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels import _triton
+from pallas_kernels.attention.triton_rows import place
 
 
 def tf32_copies(q, k, v, shape, *, straight, transposed):
@@ -106,16 +107,6 @@ def _columns(t, rows):
 
 
 # ------------------------------------------------------------------------------------------- copies
-
-
-@triton.jit
-def place(HEADS: tl.constexpr, BLOCKS: tl.constexpr, M: tl.constexpr):
-    """Return this program's head, first row and sequence.
-
-    Heads of the same rows run concurrently: the rows of all heads are contiguous in memory.
-    """
-    block = tl.program_id(0) // HEADS
-    return tl.program_id(0) % HEADS, block % BLOCKS * M, (block // BLOCKS).to(tl.int64)
 
 
 @triton.jit
