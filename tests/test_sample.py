@@ -69,6 +69,12 @@ def command(run, monkeypatch, capsys):
     return call
 
 
+@pytest.mark.parametrize("option", ["--prompt", "--stop"])
+def test_an_empty_text_is_refused(command, option):
+    code, shown, errors = command("--max-new-tokens", 1, option, "")
+    assert code == 1 and not shown and "empty" in errors and "Traceback" not in errors
+
+
 def drawn(model, prompts, count, **options):
     """New tokens of each prompt, by `generate`."""
     lengths_B = np.array([len(prompt) for prompt in prompts])

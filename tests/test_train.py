@@ -42,6 +42,8 @@ def test_a_run_from_beginning_to_end(config, monkeypatch):
     code, shown = run(config)
     assert code == 0 and "is complete" in shown
     assert "a higher --max-steps with --resume with_changes extends it" in shown
+    code, shown = run(dataclasses.replace(config, max_steps=15, resume="with_changes"))
+    assert code == 0 and "it is at step 20 already, after --max-steps 15; a higher" in shown
     assert (config.run_dir / "log.jsonl").read_bytes() == before
 
 
