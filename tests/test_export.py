@@ -111,7 +111,8 @@ def test_merges_of_a_known_tokenizer():
 
 
 def test_gguf_has_llama_cpps_names_and_the_logits_of_the_model(run, tmp_path, capsys, logits):
-    assert "only the model" in export_run(run, "gguf", tmp_path / "m.gguf", capsys)
+    said = export_run(run, "gguf", tmp_path / "m.gguf", capsys)
+    assert "only the model" in said and "llama-cli" not in said
     fields, tensors = read_gguf(tmp_path / "m.gguf")
     expected = {"block_count": 2, "context_length": 12, "embedding_length": 8}
     expected |= {"feed_forward_length": 32, "attention.head_count": 2}

@@ -242,7 +242,7 @@ REFUSED = {
             "padded_vocab_size=256 ",
         ),
         ({"recompute": "everything"}, "--model.recompute must be one of none, block, sublayer"),
-        ({"precision": "bf16"}, "--model.precision must be Precision, got 'bf16'"),
+        ({"precision": "bf16"}, "must be Precision, got 'bf16' (str); give Precision('bf16')"),
     ],
     "llama3": [
         ({"n_kv_head": 2}, "n_head=3 is not a multiple of n_kv_head=2"),

@@ -111,7 +111,8 @@ def main(
         note = export(model, out, to, tokenizer=found, dtype=dtype)
         print_line(f"{out}: {source.architecture.removesuffix('Config')} of {source}, {note}")
         program = "llama-cli -m" if to == "gguf" else "gptjax sample"
-        hint(f"{program} {shlex.quote(str(out))}")
+        if to != "gguf" or note.startswith("with"):  # llama.cpp needs the tokenizer
+            hint(f"{program} {shlex.quote(str(out))}")
 
     return exit_code(command)
 

@@ -105,9 +105,10 @@ def check_fields(options: Any, prefix: str = "") -> None:
         value, expected = getattr(options, field.name), hints[field.name]
         option = flag(prefix + field.name)
         if not _has_type(value, expected):
-            raise ValueError(
-                f"{option} must be {_in_words(expected)}, got {value!r} ({type(value).__name__})"
-            )
+            kind, found = _in_words(expected), f"{value!r} ({type(value).__name__})"
+            named = isinstance(value, str) and dataclasses.is_dataclass(expected)
+            give = f"; give {kind}({value!r})" if named else ""
+            raise ValueError(f"{option} must be {kind}, got {found}{give}")
         if isinstance(value, (str, Path)) and has_control_characters(str(value)):
             raise ValueError(
                 f"{option} must be valid UTF-8 without control characters, got {str(value)!r}"
