@@ -20,13 +20,13 @@ ROOT = Path(__file__).parents[1]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 PAGES = [*(ROOT / name for name in TOP), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "pallas_kernels", "src", "tests")
-# Options of TensorBoard, ruff and Hugging Face's command; removed ones in CHANGELOG.md.
+# Options of TensorBoard, ruff, pip and Hugging Face's command; removed ones in CHANGELOG.md.
 OTHERS = set(
     "--logdir --check --local-dir --executable-cache --torch --llmc --picture --moment-dtype "
     "--overlap-reduce --no-overlap-reduce --coordinator --connect-timeout --peak-tflops "
     "--resume-with-changes --process-count --process-index --sample-tokens --compilation-cache "
     "--log-every --eval-items --fp8-clipping-every --overfit-one-batch --need-gpu --lines "
-    "--skip-bad-lines --interactive --back-end".split()
+    "--skip-bad-lines --interactive --back-end --no-deps".split()
 )
 PLACEHOLDER = r"\b[A-Z]{2,}\b"
 # An example that reads GPT-2's tokenizer.
