@@ -50,17 +50,18 @@ def main(arguments: list[str] | None = None) -> int:
     pairs = [(rate, seed) for rate in options.rates for seed in options.seeds]
     with ThreadPoolExecutor(len(ids)) as pool:
         try:
-            failed = any(list(pool.map(lambda pair: run(*pair), pairs)))
+            failed = [*pool.map(lambda pair: run(*pair), pairs)]
         except KeyboardInterrupt:  # the runs have it too, and save; the others do not start
             pool.shutdown(cancel_futures=True)
             return 128 + signal.SIGINT
-    if failed:
-        print(f"no picture: a run failed; its message is at the end of its file in {options.out}")
+    if any(failed):
+        print(f"a run failed: its message is at the end of its .txt file in {options.out}")
+    if all(failed):
         return 1
     runs = [options.out / f"lr{rate:g}-seed{seed}" for rate, seed in pairs]
     picture = [sys.executable, "-m", "gptjax.plot", *runs, "--group"]
     drawn = subprocess.run([*map(str, picture), "--out", f"{options.out}/sweep.png"])
-    return drawn.returncode
+    return 1 if any(failed) or drawn.returncode else 0
 
 
 if __name__ == "__main__":

@@ -109,14 +109,21 @@ def tracing_for(compute_capability: tuple[int, int]) -> collections.abc.Iterator
     functions can be traced and their memory planned, but not compiled or run. Use it with
     `jax.sharding.use_abstract_mesh` and an `AbstractDevice`, which Mosaic's kernels read.
     """
-    from pallas_kernels import _dispatch, _triton, attention
+    from pallas_kernels import _dispatch, _triton
+
+    attention = jax.nn.dot_product_attention
+
+    def by_name(*args, implementation=None, **options):
+        if implementation == "cudnn":
+            return _cudnn(*args)
+        return attention(*args, implementation=implementation, **options)
 
     changes = {"platform": lambda: "gpu", "capability": lambda: compute_capability}
     changes |= {"why_not_triton": lambda: None}
     with (
         unittest.mock.patch.multiple(_dispatch, **changes),
         unittest.mock.patch.object(_triton, "call", _named_call),
-        unittest.mock.patch.object(attention, "in_cudnn", lambda options, *qkv: _cudnn(*qkv)),
+        unittest.mock.patch.object(jax.nn, "dot_product_attention", by_name),
     ):
         yield
 

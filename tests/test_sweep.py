@@ -69,3 +69,5 @@ def test_a_failed_run_fails_the_sweep_and_leaves_the_others(sweep, started, tmp_
     started.fail = "1"
     assert sweep.main(["--rates", "1e-3", "--seeds", "0", "1", "2", "--out", str(tmp_path)]) == 1
     assert len(started.commands) == 4
+    assert sweep.main(["--rates", "1e-3", "--seeds", "1", "--out", str(tmp_path)]) == 1
+    assert len(started.commands) == 5  # without a picture
