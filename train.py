@@ -209,8 +209,8 @@ def _train(config: Config, show: Callable[[str], object], stack: ExitStack) -> i
     if progress.val_loss is not None:
         say("done", f"{step} steps, validation loss {progress.val_loss:.4f}")
     if first:
-        own_file = cli.needed_file(config)
-        hint(f"gptjax sample {config.run_dir}{own_file}", f"gptjax plot {config.run_dir}")
+        option = cli.config_option(config)
+        hint(f"gptjax sample {config.run_dir}{option}", f"gptjax plot {config.run_dir}")
     return 0
 
 

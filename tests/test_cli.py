@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gptjax import precision
-from gptjax.cli import from_command_line, load, needed_file
+from gptjax.cli import config_option, from_command_line, load
 from gptjax.config import Config, to_json
 from gptjax.models.gpt2 import GPT2Config
 from gptjax.optim import ALGORITHMS, MuonConfig, NorMuonConfig, OptimizerConfig
@@ -105,7 +105,7 @@ def test_commands_need_the_file_of_a_precision(tmp_path, monkeypatch):
         config = load(path)
     finally:
         del precision.PRECISIONS["own"]
-    assert needed_file(config) == f" --config '{path}'" and needed_file(Config()) == ""
+    assert config_option(config) == f" --config '{path}'" and config_option(Config()) == ""
 
 
 def test_a_config_file_may_define_its_own_optimizer(tmp_path):

@@ -107,7 +107,7 @@ def test_command(tiny, capsys, monkeypatch):
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("gpu", plan.GPUS)
 def test_every_gpu(tiny, gpu, capsys):
-    """auto selects cuDNN's attention on all but Hopper."""
+    """The default back end of attention is cuDNN, except on Hopper."""
     assert plan.main(tiny, gpu=gpu) == 0
     assert f"1 × {gpu}" in capsys.readouterr().out
 

@@ -86,7 +86,7 @@ def test_output_and_gradient(back_end, kernel, shape, dtype, interpreter):
     argnums = None if gradient else ()
     plain = functools.partial(textbook, kernel)
     out, _ = check(f, plain, reference(kernel), (a,), argnums=argnums)
-    if back_end != "xla":  # XLA's result is symmetric on some processors only
+    if (back_end, dtype) != ("xla", jnp.float32):  # XLA's: on some processors only
         np.testing.assert_array_equal(np.float32(out), np.float32(out).mT)
 
 

@@ -208,9 +208,9 @@ def load(path: Path) -> Config:
     return config
 
 
-def needed_file(config: Config) -> str:
-    """Return this process's option --config, with a space in front, if commands need it for a saved
-    model of the config: gptjax does not define its class or its precision. Else return ""."""
+def config_option(config: Config) -> str:
+    """Return " --config FILE" with this process's file if gptjax does not define the model's class
+    or precision: commands need the file to load the model. Else return ""."""
     own = type(config.model).__module__.startswith("gptjax.")
     if own and config.model.precision.name in _PRECISIONS:
         return ""
